@@ -1,0 +1,3 @@
+//! To be written.
+#![allow(missing_docs)]
+fn main() {}

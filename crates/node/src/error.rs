@@ -1,0 +1,57 @@
+//! Why the node refused or failed: one sentence for the client, an HTTP status, and the causes for the log.
+
+use std::time::Duration;
+
+/// Result of the node.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What the API answers with. `Display` is the sentence the client reads; [`Error::Internal`] keeps its causes
+/// for the log.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// 400: the request is wrong; the sentence names the field.
+    #[error("{0}")]
+    Invalid(String),
+    /// 401.
+    #[error("missing or wrong API key: send `Authorization: Bearer <key>`")]
+    Unauthorized,
+    /// 404.
+    #[error("{0}")]
+    NotFound(String),
+    /// 409: the state does not allow it.
+    #[error("{0}")]
+    Conflict(String),
+    /// 413.
+    #[error("{0}")]
+    TooLarge(String),
+    /// 503 with `Retry-After`: nothing was made, try again.
+    #[error("{why}")]
+    Busy {
+        /// One sentence.
+        why: String,
+        /// When to try again.
+        retry_after: Duration,
+    },
+    /// 504: the command or the guest took too long.
+    #[error("{0}")]
+    Timeout(String),
+    /// 507: not enough RAM or disk for the whole request; nothing was made.
+    #[error("{0}")]
+    NoRoom(String),
+    /// 500.
+    #[error("{what}")]
+    Internal {
+        /// One sentence.
+        what: String,
+        /// What led to it.
+        #[source]
+        cause: anyhow::Error,
+    },
+}
+
+impl Error {
+    /// A 500 with its cause.
+    pub fn internal(what: impl Into<String>, cause: impl Into<anyhow::Error>) -> Self {
+        Self::Internal { what: what.into(), cause: cause.into() }
+    }
+}

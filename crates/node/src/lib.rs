@@ -1,0 +1,13 @@
+//! `keiki node`: one daemon that owns the sandboxes, templates and snapshots of a host.
+//!
+//! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here. [`http`] turns requests
+//! into these calls and nothing else.
+
+pub mod error;
+pub mod exec;
+pub mod files;
+pub mod http;
+mod node;
+
+pub use error::{Error, Result};
+pub use node::{Config, Node};

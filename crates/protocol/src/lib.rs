@@ -1,0 +1,32 @@
+//! What a node and the agent in its guests agree on: the RPC schema, the handshake before it, and the
+//! constants that make every guest alike (address, MAC, port name), so that any descendant of one frozen
+//! machine fits any slot.
+
+pub mod handshake;
+
+/// The generated schema of `proto/guest.proto`.
+#[allow(missing_docs, clippy::all, clippy::wildcard_imports)]
+pub mod guest {
+    tonic::include_proto!("keiki.guest.v1");
+}
+
+/// Name of the virtio-console port that carries the agent connection.
+pub const AGENT_PORT: &str = "keiki.agent.0";
+
+/// What every guest believes about its network. The slot around it makes it distinct outside.
+pub mod net {
+    use std::net::Ipv4Addr;
+
+    /// The guest's address.
+    pub const GUEST: Ipv4Addr = Ipv4Addr::new(172, 31, 255, 2);
+    /// The slot's gateway: default route and name server of the guest.
+    pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(172, 31, 255, 1);
+    /// Prefix length of the link between the two.
+    pub const PREFIX: u8 = 30;
+    /// The guest's MAC address (locally administered).
+    pub const GUEST_MAC: &str = "06:4b:49:4b:00:02";
+    /// The gateway's MAC address: constant, so that a restored neighbour entry stays right.
+    pub const GATEWAY_MAC: &str = "06:4b:49:4b:00:01";
+    /// Name of the tap device inside each slot's namespace.
+    pub const TAP: &str = "tap0";
+}

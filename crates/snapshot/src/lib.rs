@@ -1,0 +1,3 @@
+//! To be written.
+/// To be written.
+pub struct Manifest;
