@@ -113,6 +113,10 @@ pub trait Engine: Send + Sync {
     /// Finds a machine again that an earlier process of the node started with these resources. None if it
     /// has ended; whatever it left in the resources is removed then.
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;
+
+    /// Ends whatever an earlier process of the node left running with these resources, a waiting seat
+    /// included, and removes what the engine put there. Nothing there: no error.
+    async fn clear(&self, resources: &Resources) -> Result<()>;
 }
 
 /// A named place for the memory of a frozen machine, and the shape its machines have.

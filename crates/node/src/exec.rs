@@ -1,8 +1,38 @@
 //! Commands in a sandbox.
+//!
+//! A command is a session in the guest with its output ring there. A pump task per command carries events to
+//! whoever listens; if the connection breaks it attaches again where it was, and if the listener goes away it
+//! kills the command.
 
-use crate::error::Result;
+use crate::{
+    error::{Error, Result},
+    guest::{is_broken, refusal},
+    node::{
+        Node,
+        request::{self, Command},
+    },
+    sandbox::Use,
+};
+use base64::Engine as _;
 use bytes::Bytes;
-use futures::stream::BoxStream;
+use futures::{StreamExt, stream::BoxStream};
+use keiki_protocol::guest::{
+    AttachRequest, EnvVar, ExecEvent as GuestEvent, ExecSpec, InputChunk, Pty, ResizeRequest, SignalRequest,
+    exec_event::Event,
+};
+use keiki_types::{SandboxId, api::ExecRequest};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+/// Events between the guest and a slow listener; beyond that the guest waits.
+const EVENTS_AHEAD: usize = 16;
+/// One message of input.
+const INPUT_CHUNK: usize = 64 << 10;
+/// How often a session is found again after a broken connection, in a row.
+const REATTACH: usize = 3;
+const SIGKILL: i32 = 9;
 
 /// What a running command sends, in order. `Exit` is last; a stream that ends without it lost its machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +54,7 @@ pub enum ExecEvent {
     },
 }
 
-/// A started command. Dropping it kills the command's whole cgroup, unless it has exited.
+/// A started command. Dropping `events` kills the command's whole cgroup, unless it has exited.
 pub struct Session {
     /// What it sends.
     pub events: BoxStream<'static, Result<ExecEvent>>,
@@ -35,24 +65,25 @@ pub struct Session {
 /// Input and signals of a command. Cheap to clone.
 #[derive(Clone)]
 pub struct Control {
-    pub(crate) inner: std::sync::Arc<dyn ControlInner>,
-}
-
-/// How [`Control`] reaches the guest.
-#[async_trait::async_trait]
-pub(crate) trait ControlInner: Send + Sync {
-    async fn input(&self, data: Bytes, eof: bool) -> Result<()>;
-    async fn signal(&self, signal: i32) -> Result<()>;
-    async fn resize(&self, cols: u32, rows: u32) -> Result<()>;
+    id: String,
+    using: Arc<Use>,
 }
 
 impl Control {
-    /// Sends bytes to standard input, or ends it.
+    /// Sends bytes to standard input, or ends it. Returns when the guest has taken them.
     ///
     /// # Errors
     /// If the command or the machine has ended.
     pub async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
-        self.inner.input(data, eof).await
+        let mut chunks: Vec<InputChunk> = data
+            .chunks(INPUT_CHUNK)
+            .map(|part| InputChunk { id: self.id.clone(), data: data.slice_ref(part), eof: false })
+            .collect();
+        if eof || chunks.is_empty() {
+            chunks.push(InputChunk { id: self.id.clone(), data: Bytes::new(), eof });
+        }
+        let sent = self.using.live.guest.client().await.input(futures::stream::iter(chunks)).await;
+        sent.map(drop).map_err(|status| refusal(&status))
     }
 
     /// Sends a signal to every process of the command.
@@ -60,7 +91,12 @@ impl Control {
     /// # Errors
     /// If the command or the machine has ended.
     pub async fn signal(&self, signal: i32) -> Result<()> {
-        self.inner.signal(signal).await
+        let request = SignalRequest { id: self.id.clone(), signal, whole_group: true };
+        let sent = self.using.live.guest.call(|mut guest| {
+            let request = request.clone();
+            async move { guest.signal(request).await }
+        });
+        sent.await.map(drop).map_err(|status| refusal(&status))
     }
 
     /// Tells the terminal its size.
@@ -68,6 +104,191 @@ impl Control {
     /// # Errors
     /// If the command or the machine has ended.
     pub async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
-        self.inner.resize(cols, rows).await
+        let request = ResizeRequest { id: self.id.clone(), pty: Some(Pty { cols, rows }) };
+        let sent = self.using.live.guest.call(|mut guest| {
+            let request = request.clone();
+            async move { guest.resize(request).await }
+        });
+        sent.await.map(drop).map_err(|status| refusal(&status))
     }
+}
+
+impl Node {
+    /// Starts a command. `pty`: columns and rows.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
+        let command = request::command(&request)?;
+        let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
+        let stdin = stdin(&request)?;
+        let spec = spec(request, command, timeout_ms, stdin.is_some(), pty);
+        let using = Arc::new(self.inner.begin(id).await?);
+        let control = Control { id: spec.id.clone(), using };
+        let started = start(&control, spec).await?;
+        if let Some(stdin) = stdin {
+            let control = control.clone();
+            // A command that does not read its input is no error of the exec.
+            tokio::spawn(async move { control.input(stdin, true).await });
+        }
+        let (send, events) = mpsc::channel(EVENTS_AHEAD);
+        tokio::spawn(Pump { control: control.clone(), send, stdout: 0, stderr: 0 }.run(started));
+        Ok(Session { events: ReceiverStream::new(events).boxed(), control })
+    }
+}
+
+fn stdin(request: &ExecRequest) -> Result<Option<Bytes>> {
+    match (&request.stdin, &request.stdin_base64) {
+        (Some(_), Some(_)) => Err(Error::Invalid("give stdin or stdin_base64, not both".into())),
+        (Some(text), None) => Ok(Some(text.clone().into())),
+        (None, Some(coded)) => match base64::engine::general_purpose::STANDARD.decode(coded) {
+            Ok(bytes) => Ok(Some(bytes.into())),
+            Err(error) => Err(Error::Invalid(format!("stdin_base64 is not base64: {error}"))),
+        },
+        (None, None) => Ok(None),
+    }
+}
+
+fn spec(
+    request: ExecRequest,
+    command: Command,
+    timeout_ms: u64,
+    has_stdin: bool,
+    pty: Option<(u32, u32)>,
+) -> ExecSpec {
+    let (argv, shell) = match command {
+        Command::Shell(line) => (Vec::new(), line),
+        Command::Argv(argv) => (argv, String::new()),
+    };
+    ExecSpec {
+        id: uuid::Uuid::new_v4().to_string(),
+        argv: argv.into_iter().map(Bytes::from).collect(),
+        shell: shell.into(),
+        env: request.env.into_iter().map(|(name, value)| EnvVar { name: name.into(), value: value.into() }).collect(),
+        cwd: request.cwd.unwrap_or_default().into(),
+        user: request.user.unwrap_or_default(),
+        stdin_open: has_stdin || pty.is_some(),
+        timeout_ms,
+        pty: pty.map(|(cols, rows)| Pty { cols, rows }),
+    }
+}
+
+/// Starts the session; if the connection turns out to be broken, over a new one.
+async fn start(control: &Control, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
+    let guest = &control.using.live.guest;
+    let first = guest.client().await.exec(spec.clone()).await;
+    let answer = match first {
+        Err(status) if is_broken(&status) => {
+            let mut client = guest.reconnect().await?;
+            match client.exec(spec).await {
+                // The first one had arrived after all.
+                Err(status) if status.code() == tonic::Code::AlreadyExists => {
+                    client.attach(attach(&control.id, 0, 0)).await
+                }
+                answer => answer,
+            }
+        }
+        answer => answer,
+    };
+    answer.map(tonic::Response::into_inner).map_err(|status| refusal(&status))
+}
+
+fn attach(id: &str, stdout_offset: u64, stderr_offset: u64) -> AttachRequest {
+    AttachRequest { id: id.into(), stdout_offset, stderr_offset }
+}
+
+/// Carries the events of one command.
+struct Pump {
+    control: Control,
+    send: mpsc::Sender<Result<ExecEvent>>,
+    stdout: u64,
+    stderr: u64,
+}
+
+/// What came out of one connection's stream.
+enum Outcome {
+    Exited,
+    Unheard,
+    Broken(Status),
+}
+
+impl Pump {
+    async fn run(mut self, mut stream: Streaming<GuestEvent>) {
+        let mut failures = 0;
+        loop {
+            let before = self.stdout + self.stderr;
+            match self.carry(&mut stream).await {
+                Outcome::Exited => return,
+                Outcome::Unheard => {
+                    // Nobody listens any more: the command ends with its caller.
+                    let _ = self.control.signal(SIGKILL).await;
+                    return;
+                }
+                Outcome::Broken(status) => {
+                    failures = if self.stdout + self.stderr > before { 1 } else { failures + 1 };
+                    match self.again(failures).await {
+                        Some(next) => stream = next,
+                        None => {
+                            let _ = self.send.send(Err(lost(&status))).await;
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    async fn carry(&mut self, stream: &mut Streaming<GuestEvent>) -> Outcome {
+        loop {
+            let next = tokio::select! {
+                next = stream.message() => next,
+                () = self.send.closed() => return Outcome::Unheard,
+            };
+            let event = match next {
+                Ok(Some(event)) => event.event,
+                Ok(None) => return Outcome::Broken(Status::unavailable("the stream ended early")),
+                Err(status) => return Outcome::Broken(status),
+            };
+            let (event, last) = match event {
+                None | Some(Event::Started(_)) => continue,
+                Some(Event::Stdout(output)) => {
+                    self.stdout = output.offset + output.data.len() as u64;
+                    (ExecEvent::Stdout(output.data), false)
+                }
+                Some(Event::Stderr(output)) => {
+                    self.stderr = output.offset + output.data.len() as u64;
+                    (ExecEvent::Stderr(output.data), false)
+                }
+                Some(Event::Exit(exit)) => {
+                    let (code, timed_out, duration_ms) = (exit.code, exit.timed_out, exit.duration_ms);
+                    (ExecEvent::Exit { code, timed_out, message: exit.message, duration_ms }, true)
+                }
+            };
+            if self.send.send(Ok(event)).await.is_err() && !last {
+                return Outcome::Unheard;
+            }
+            if last {
+                return Outcome::Exited;
+            }
+        }
+    }
+
+    /// The session over a new connection, unless the machine is gone.
+    async fn again(&self, failures: usize) -> Option<Streaming<GuestEvent>> {
+        let live = &self.control.using.live;
+        if failures > REATTACH {
+            return None;
+        }
+        let connected = tokio::select! {
+            client = live.guest.reconnect() => client.ok()?,
+            _ = live.machine.ended() => return None,
+        };
+        let mut client = connected;
+        let answer = client.attach(attach(&self.control.id, self.stdout, self.stderr)).await;
+        answer.ok().map(tonic::Response::into_inner)
+    }
+}
+
+fn lost(status: &Status) -> Error {
+    Error::internal("the sandbox ended while the command ran", anyhow::Error::new(status.clone()))
 }

@@ -1,8 +1,28 @@
 //! Files in a sandbox.
 
-use crate::error::Result;
+use crate::{
+    error::{Error, Result},
+    guest::{GuestLink, refusal},
+    node::Node,
+    sandbox::Use,
+};
 use bytes::Bytes;
-use futures::stream::BoxStream;
+use futures::{StreamExt, stream::BoxStream};
+use keiki_protocol::guest::{
+    ChmodRequest, Entry, FileChunk, MkdirRequest, PathRequest, ReadFileRequest, RemoveRequest, RenameRequest,
+    SymlinkRequest, WriteChunk, WriteHeader, guest_client::GuestClient,
+};
+use keiki_types::{
+    SandboxId,
+    api::{FsChange, FsEntry},
+};
+use std::sync::{Arc, Mutex, PoisonError};
+use tonic::{Status, Streaming, transport::Channel};
+
+/// One message of a written file.
+const WRITE_CHUNK: usize = 256 << 10;
+/// Longest path that is passed on, as in Linux.
+const PATH_MAX: usize = 4096;
 
 /// A file being read.
 pub struct Reading {
@@ -12,4 +32,259 @@ pub struct Reading {
     pub mode: u32,
     /// Its contents.
     pub chunks: BoxStream<'static, Result<Bytes>>,
+}
+
+impl Node {
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
+        let path = checked(path)?;
+        let using = self.inner.begin(id).await?;
+        let request = ReadFileRequest { path, offset: 0, limit: 0 };
+        let read = call(&using.live.guest, request, |mut guest, request| async move { guest.read_file(request).await });
+        let mut stream = read.await?;
+        let first = stream.message().await.map_err(|status| refusal(&status))?.unwrap_or_default();
+        let (size, mode) = (first.size, first.mode);
+        Ok(Reading { size, mode, chunks: contents(using, first, stream) })
+    }
+
+    /// Writes a file. Makes missing parents; the old file stays until the new one is whole.
+    ///
+    /// # Errors
+    /// 400, 409, 507.
+    pub async fn write_file(
+        &self,
+        id: SandboxId,
+        path: &str,
+        mode: Option<u32>,
+        data: BoxStream<'static, Result<Bytes>>,
+    ) -> Result<u64> {
+        let header = WriteHeader { path: checked(path)?, mode: mode.unwrap_or(0), parents: true, user: String::new() };
+        let using = self.inner.begin(id).await?;
+        // An upload that breaks off is never committed; its error is the caller's, not the guest's.
+        let broken = Arc::new(Mutex::new(None));
+        let chunks = write_chunks(header, data, Arc::clone(&broken));
+        let written = using.live.guest.client().await.write_file(chunks).await;
+        if let Some(error) = broken.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Err(error);
+        }
+        written.map(|reply| reply.into_inner().bytes).map_err(|status| refusal(&status))
+    }
+
+    /// What is in a directory, sorted by name.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
+        let request = PathRequest { path: checked(path)? };
+        let using = self.inner.begin(id).await?;
+        let listed = call(&using.live.guest, request, |mut guest, request| async move { guest.list_dir(request).await });
+        let mut entries: Vec<_> = listed.await?.entries.into_iter().map(entry).collect();
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    /// One entry; a symlink is not followed.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
+        let request = PathRequest { path: checked(path)? };
+        let using = self.inner.begin(id).await?;
+        let found = call(&using.live.guest, request, |mut guest, request| async move { guest.stat(request).await });
+        found.await.map(entry)
+    }
+
+    /// Makes a directory.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        let mode = mode(change.mode.as_deref())?.unwrap_or(0o755);
+        let request = MkdirRequest { path: checked(&change.path)?, parents: change.recursive, mode };
+        self.change(id, request, |mut guest, request| async move { guest.mkdir(request).await }).await
+    }
+
+    /// Renames.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn rename(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        let from = change.from.ok_or_else(|| Error::Invalid("from is required: the old path".into()))?;
+        let request = RenameRequest { from: checked(&from)?, to: checked(&change.path)? };
+        self.change(id, request, |mut guest, request| async move { guest.rename(request).await }).await
+    }
+
+    /// Removes.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        let request = RemoveRequest { path: checked(&change.path)?, recursive: change.recursive };
+        self.change(id, request, |mut guest, request| async move { guest.remove(request).await }).await
+    }
+
+    /// Changes permissions.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn chmod(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        let mode = mode(change.mode.as_deref())?
+            .ok_or_else(|| Error::Invalid("mode is required: octal text such as \"0755\"".into()))?;
+        let request = ChmodRequest { path: checked(&change.path)?, mode };
+        self.change(id, request, |mut guest, request| async move { guest.chmod(request).await }).await
+    }
+
+    /// Makes a symbolic link.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        let target = change.target.ok_or_else(|| Error::Invalid("target is required: where the link points".into()))?;
+        if target.is_empty() || target.contains('\0') {
+            return Err(Error::Invalid("target must be a path".into()));
+        }
+        let request = SymlinkRequest { target: target.into(), link: checked(&change.path)? };
+        self.change(id, request, |mut guest, request| async move { guest.symlink(request).await }).await
+    }
+
+    async fn change<R, T, F>(&self, id: SandboxId, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<()>
+    where
+        R: Clone,
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let using = self.inner.begin(id).await?;
+        call(&using.live.guest, request, send).await.map(drop)
+    }
+}
+
+/// Permission bits from octal text.
+///
+/// # Errors
+/// 400 if it is something else.
+pub fn mode(text: Option<&str>) -> Result<Option<u32>> {
+    let Some(text) = text else { return Ok(None) };
+    match u32::from_str_radix(text.trim_start_matches("0o"), 8) {
+        Ok(bits) if bits <= 0o7777 => Ok(Some(bits)),
+        _ => Err(Error::Invalid(format!("mode must be octal text such as \"0755\", not {text:?}"))),
+    }
+}
+
+async fn call<R, T, F>(guest: &GuestLink, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
+where
+    R: Clone,
+    F: Future<Output = Result<tonic::Response<T>, Status>>,
+{
+    guest.call(|client| send(client, request.clone())).await.map_err(|status| refusal(&status))
+}
+
+fn checked(path: &str) -> Result<Bytes> {
+    if !path.starts_with('/') || path.len() > PATH_MAX || path.contains('\0') {
+        let shown: String = path.chars().take(80).collect();
+        return Err(Error::Invalid(format!(
+            "path must be absolute and have at most {PATH_MAX} bytes, not {shown:?}"
+        )));
+    }
+    Ok(path.to_owned().into())
+}
+
+/// The rest of a file behind its first chunk. The use lasts as long as the reading.
+fn contents(using: Use, first: FileChunk, stream: Streaming<FileChunk>) -> BoxStream<'static, Result<Bytes>> {
+    let rest = futures::stream::unfold((using, stream), |(using, mut stream)| async move {
+        let chunk = stream.message().await.transpose()?;
+        Some((chunk.map(|chunk| chunk.data).map_err(|status| refusal(&status)), (using, stream)))
+    });
+    futures::stream::once(async move { Ok(first.data) }).chain(rest).boxed()
+}
+
+fn write_chunks(
+    header: WriteHeader,
+    data: BoxStream<'static, Result<Bytes>>,
+    broken: Arc<Mutex<Option<Error>>>,
+) -> impl futures::Stream<Item = WriteChunk> + Send + 'static {
+    let head = WriteChunk { header: Some(header), data: Bytes::new(), commit: false };
+    let body = data
+        .flat_map(|piece| {
+            let parts: Vec<Result<Bytes>> = match piece {
+                Ok(piece) => piece.chunks(WRITE_CHUNK).map(|part| Ok(piece.slice_ref(part))).collect(),
+                Err(error) => vec![Err(error)],
+            };
+            futures::stream::iter(parts)
+        })
+        .map(Some)
+        .chain(futures::stream::once(async { None }))
+        .scan(false, move |failed, piece| {
+            let chunk = match piece {
+                _ if *failed => None,
+                Some(Ok(data)) => Some(WriteChunk { header: None, data, commit: false }),
+                Some(Err(error)) => {
+                    *failed = true;
+                    *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                    None
+                }
+                None => Some(WriteChunk { header: None, data: Bytes::new(), commit: true }),
+            };
+            futures::future::ready(chunk)
+        });
+    futures::stream::once(async move { head }).chain(body)
+}
+
+fn entry(entry: Entry) -> FsEntry {
+    let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
+    FsEntry {
+        name: text(&entry.name),
+        path: text(&entry.path),
+        is_dir: entry.kind == "dir",
+        size: entry.size,
+        mode: format!("{:04o}", entry.mode),
+        mtime: entry.mtime_unix,
+        target: (entry.kind == "symlink").then(|| text(&entry.target)),
+        kind: entry.kind,
+        uid: entry.uid,
+        gid: entry.gid,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{checked, mode, write_chunks};
+    use crate::error::Error;
+    use bytes::Bytes;
+    use futures::StreamExt;
+    use keiki_protocol::guest::WriteHeader;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn paths_and_modes_are_checked() {
+        assert!(checked("/a b/é\n").is_ok());
+        for bad in ["", "relative", "/a\0b"] {
+            assert!(checked(bad).is_err(), "{bad:?}");
+        }
+        assert_eq!(mode(Some("0755")).ok(), Some(Some(0o755)));
+        assert_eq!(mode(None).ok(), Some(None));
+        for bad in ["", "8", "rwx", "10000", "-1"] {
+            assert!(mode(Some(bad)).is_err(), "{bad:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_broken_upload_is_never_committed() {
+        let upload = |pieces: Vec<Result<Bytes, Error>>| async {
+            let broken = Arc::new(Mutex::new(None));
+            let chunks = write_chunks(
+                WriteHeader::default(),
+                futures::stream::iter(pieces).boxed(),
+                Arc::clone(&broken),
+            );
+            let chunks: Vec<_> = chunks.collect().await;
+            let failed = broken.lock().map(|error| error.is_some()).unwrap_or(true);
+            (chunks.iter().filter(|chunk| chunk.commit).count(), chunks.len(), failed)
+        };
+        assert_eq!(upload(vec![Ok("ab".into()), Ok("c".into())]).await, (1, 4, false));
+        assert_eq!(upload(vec![]).await, (1, 2, false));
+        let bad = Err(Error::Invalid("cut".into()));
+        assert_eq!(upload(vec![Ok("ab".into()), bad, Ok("c".into())]).await, (0, 2, true));
+    }
 }

@@ -3,11 +3,17 @@
 //! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here. [`http`] turns requests
 //! into these calls and nothing else.
 
+pub mod clock;
 pub mod error;
 pub mod exec;
 pub mod files;
 pub mod http;
+mod guest;
+mod lifecycle;
 mod node;
+mod records;
+mod sandbox;
+mod store;
 
 pub use error::{Error, Result};
 pub use node::{Config, Node};

@@ -1,20 +1,47 @@
-//! The node itself.
+//! The node: every verb of `/v1` as one method.
+//!
+//! ```text
+//!   Node (what HTTP calls; verbs run to their end even if the caller goes away)
+//!    └─ Inner ── records   what must survive a crash
+//!             ├─ store     where it lies
+//!             ├─ engine    what runs machines            machine.rs: place, thaw, release
+//!             ├─ slots     their network                 freeze.rs:  snapshot, fork, hibernate
+//!             ├─ admission room for them                 verbs.rs:   create, wake, pause, delete
+//!             ├─ templates baked machines                template.rs
+//!             └─ sandboxes who is here now               start.rs, sweep.rs
+//! ```
+
+mod freeze;
+mod machine;
+pub(crate) mod request;
+mod start;
+mod sweep;
+mod template;
+mod verbs;
 
 use crate::{
+    admission::Admission,
     error::{Error, Result},
-    exec::Session,
-    files::Reading,
+    records::{Records, SandboxRecord, SnapshotRecord},
+    sandbox::{Live, Sandbox},
+    store::Store,
 };
 use bytes::Bytes;
 use futures::stream::BoxStream;
+use keiki_engine::Engine;
+use keiki_net::Slots;
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle, Promote,
-        Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted, SetLifecycle,
+        Snapshot, Template, Timings, Version,
     },
 };
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::{Arc, PoisonError, RwLock},
+};
 
 /// What a node is told when it starts.
 #[derive(Debug, Clone)]
@@ -23,6 +50,8 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// Sockets.
     pub run_dir: PathBuf,
+    /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
+    pub cache_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
     /// Keys that may use the API. None: any key, which is allowed on loopback only.
@@ -33,70 +62,347 @@ pub struct Config {
     pub slot_range: String,
     /// Where the guest agent binary is; it goes into the initramfs of templates.
     pub guest_binary: PathBuf,
+    /// Size of the store's own file system where one is needed, in GiB. None: half of what is free, 4 to 64.
+    pub store_gib: Option<u64>,
+    /// RAM that machines may use together, in MiB. None: nine tenths of the host's.
+    pub memory_limit_mib: Option<u64>,
+    /// Monitors started ahead for each template. Each takes a slot and some memory; a create that finds one
+    /// saves its start.
+    pub seats_ahead: usize,
+    /// Networks that guests may reach although they are private or local, as CIDRs.
+    pub egress_allow: Vec<String>,
+    /// Name servers of the forwarder. Empty: the host's.
+    pub dns: Vec<std::net::SocketAddr>,
+    /// End every sandbox and unmount the store when the node stops.
+    pub ephemeral: bool,
 }
 
 /// The daemon, without HTTP. Cheap to clone.
 #[derive(Clone)]
 pub struct Node {
-    #[allow(dead_code)]
-    inner: Arc<()>,
+    pub(crate) inner: Arc<Inner>,
 }
 
-fn unfinished<T>() -> Result<T> {
-    Err(Error::NotFound("unfinished".into()))
+pub(crate) struct Inner {
+    config: Config,
+    pub(crate) records: Records,
+    store: Store,
+    engine: Arc<dyn Engine>,
+    engine_version: String,
+    slots: Slots,
+    admission: Admission,
+    templates: template::Templates,
+    sandboxes: RwLock<HashMap<SandboxId, Arc<Sandbox>>>,
 }
 
-#[allow(clippy::unused_async, unused_variables, missing_docs, clippy::missing_errors_doc)]
+impl Inner {
+    pub(super) fn sandbox(&self, id: SandboxId) -> Result<Arc<Sandbox>> {
+        let sandboxes = self.sandboxes.read().unwrap_or_else(PoisonError::into_inner);
+        sandboxes.get(&id).cloned().ok_or_else(|| Error::NotFound(format!("no sandbox {id}")))
+    }
+
+    /// Newest first.
+    fn sandboxes(&self) -> Vec<Arc<Sandbox>> {
+        let sandboxes = self.sandboxes.read().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<_> = sandboxes.values().cloned().collect();
+        all.sort_by_key(|sandbox| std::cmp::Reverse(sandbox.id));
+        all
+    }
+
+    fn list_it(&self, sandbox: Arc<Sandbox>) {
+        self.sandboxes.write().unwrap_or_else(PoisonError::into_inner).insert(sandbox.id, sandbox);
+    }
+
+    fn unlist(&self, id: SandboxId) {
+        self.sandboxes.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+
+    /// Takes a released machine in: from here on its sandbox can be used.
+    fn adopt_live(self: &Arc<Self>, record: SandboxRecord, live: Live) -> Arc<Sandbox> {
+        let live = Arc::new(live);
+        let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
+        self.list_it(Arc::clone(&sandbox));
+        self.watch(Arc::clone(&sandbox), live);
+        sandbox
+    }
+
+    async fn view(&self, sandbox: &Sandbox) -> api::Sandbox {
+        let memory = match sandbox.live() {
+            Some(live) => live.machine.memory().await.ok(),
+            None => None,
+        };
+        api::Sandbox { memory, ..sandbox.view() }
+    }
+}
+
+/// Runs a verb to its end even if whoever asked goes away: half a verb would leave half a machine.
+pub(super) async fn to_the_end<T: Send + 'static>(
+    verb: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
+    tokio::spawn(verb).await.map_err(|cause| Error::internal("the operation was interrupted", cause))?
+}
+
+/// One log line per operation, with its steps.
+fn log_done(operation: &str, id: &str, timings: &Timings) {
+    let steps: Vec<String> = timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
+    tracing::info!(operation, id, ms = timings.total_ms, steps = steps.join(" "), "done");
+}
+
 impl Node {
-    pub async fn start(config: Config) -> Result<Self> { unfinished() }
-    /// Stops serving; running machines stay.
-    pub async fn stop(&self) {}
-    pub fn version(&self) -> Version { Version { version: String::new(), engine: String::new() } }
+    /// What this node is.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        Version { version: env!("CARGO_PKG_VERSION").into(), engine: self.inner.engine_version.clone() }
+    }
+
     /// May this key (None: none was sent) use the API?
-    pub fn authorize(&self, key: Option<&str>) -> Result<()> { Ok(()) }
+    ///
+    /// # Errors
+    /// 401 if not.
+    pub fn authorize(&self, key: Option<&str>) -> Result<()> {
+        let keys = &self.inner.config.api_keys;
+        let same = |known: &String| {
+            // As long for a near miss as for a far one.
+            let key = key.unwrap_or_default().as_bytes();
+            known.len() == key.len() && known.bytes().zip(key).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
+        };
+        if keys.is_empty() || keys.iter().any(same) { Ok(()) } else { Err(Error::Unauthorized) }
+    }
 
-    pub async fn create(&self, request: CreateSandbox) -> Result<Sandbox> { unfinished() }
+    /// Makes a sandbox from a template or a snapshot.
+    ///
+    /// # Errors
+    /// 400, 404, 503 while the template is being built, 507.
+    pub async fn create(&self, request: CreateSandbox) -> Result<api::Sandbox> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.create(request).await }).await
+    }
+
     /// Newest first. `memory`: fill in memory use.
-    pub async fn list(&self, memory: bool) -> Result<Vec<Sandbox>> { unfinished() }
-    pub async fn get(&self, id: SandboxId) -> Result<Sandbox> { unfinished() }
-    pub async fn delete(&self, id: SandboxId) -> Result<()> { unfinished() }
-    pub async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> { unfinished() }
-    pub async fn promote(&self, id: SandboxId, request: Promote) -> Result<Promoted> { unfinished() }
-    pub async fn pause(&self, id: SandboxId) -> Result<Sandbox> { unfinished() }
-    pub async fn resume(&self, id: SandboxId) -> Result<Sandbox> { unfinished() }
-    pub async fn hibernate(&self, id: SandboxId) -> Result<Sandbox> { unfinished() }
-    pub async fn wake(&self, id: SandboxId) -> Result<Sandbox> { unfinished() }
-    pub async fn lifecycle(&self, id: SandboxId) -> Result<Lifecycle> { unfinished() }
-    pub async fn set_lifecycle(&self, id: SandboxId, request: SetLifecycle) -> Result<Lifecycle> { unfinished() }
+    ///
+    /// # Errors
+    /// None so far.
+    pub async fn list(&self, memory: bool) -> Result<Vec<api::Sandbox>> {
+        let sandboxes = self.inner.sandboxes();
+        if memory {
+            Ok(futures::future::join_all(sandboxes.iter().map(|sandbox| self.inner.view(sandbox))).await)
+        } else {
+            Ok(sandboxes.iter().map(|sandbox| sandbox.view()).collect())
+        }
+    }
+
+    /// One sandbox, with its memory use.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn get(&self, id: SandboxId) -> Result<api::Sandbox> {
+        let sandbox = self.inner.sandbox(id)?;
+        Ok(self.inner.view(&sandbox).await)
+    }
+
+    /// Ends a sandbox for ever.
+    ///
+    /// # Errors
+    /// 404, 409.
+    pub async fn delete(&self, id: SandboxId) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.delete(id).await }).await
+    }
+
+    /// Branches children off a sandbox, all or none.
+    ///
+    /// # Errors
+    /// 400, 404, 409, 507.
+    pub async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.fork(id, request).await }).await
+    }
+
+    /// Keeps one child of a fork-tree.
+    ///
+    /// # Errors
+    /// 400, 404.
+    pub async fn promote(&self, id: SandboxId, request: Promote) -> Result<Promoted> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.promote(id, request).await }).await
+    }
+
+    /// Parks its vCPUs.
+    ///
+    /// # Errors
+    /// 404, 409.
+    pub async fn pause(&self, id: SandboxId) -> Result<api::Sandbox> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.pause(id).await }).await
+    }
+
+    /// Lets them run.
+    ///
+    /// # Errors
+    /// 404, 409.
+    pub async fn resume(&self, id: SandboxId) -> Result<api::Sandbox> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.resume(id).await }).await
+    }
+
+    /// Writes it out and frees its RAM and slot; the id stays.
+    ///
+    /// # Errors
+    /// 404, 409, 507.
+    pub async fn hibernate(&self, id: SandboxId) -> Result<api::Sandbox> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.hibernate(id).await }).await
+    }
+
+    /// Brings it back.
+    ///
+    /// # Errors
+    /// 404, 409, 507.
+    pub async fn wake(&self, id: SandboxId) -> Result<api::Sandbox> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.wake(id).await }).await
+    }
+
+    /// TTL and idleness. Asking is no activity.
+    ///
+    /// # Errors
+    /// 404.
+    #[allow(clippy::unused_async)] // like its siblings
+    pub async fn lifecycle(&self, id: SandboxId) -> Result<Lifecycle> {
+        let view = self.inner.sandbox(id)?.view();
+        Ok(Lifecycle {
+            ttl_seconds: view.ttl_seconds,
+            persistent: view.persistent,
+            idle_seconds: view.idle_seconds,
+        })
+    }
+
+    /// Changes TTL or persistence, and starts the clock anew.
+    ///
+    /// # Errors
+    /// 400, 404.
+    pub async fn set_lifecycle(&self, id: SandboxId, request: SetLifecycle) -> Result<Lifecycle> {
+        let sandbox = self.inner.sandbox(id)?;
+        let verb = sandbox.verb.lock().await;
+        let ttl_seconds = request::ttl(request.ttl_seconds, sandbox.record().ttl_seconds)?;
+        let record = sandbox.update(|record| {
+            record.ttl_seconds = ttl_seconds;
+            record.persistent = request.persistent.unwrap_or(record.persistent);
+        });
+        sandbox.touch();
+        self.inner.records.put(vec![record]).await?;
+        drop(verb);
+        self.lifecycle(id).await
+    }
+
     /// The last `limit` bytes of the guest's console.
-    pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> { unfinished() }
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> {
+        match self.inner.sandbox(id)?.live() {
+            Some(live) => Ok(live.machine.console(limit).await.into()),
+            None => Ok(Bytes::new()),
+        }
+    }
 
-    pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> { unfinished() }
-    pub async fn snapshots(&self, of: Option<SandboxId>) -> Result<Vec<Snapshot>> { unfinished() }
-    pub async fn get_snapshot(&self, id: SnapshotId) -> Result<Snapshot> { unfinished() }
-    pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> { unfinished() }
+    /// Takes a snapshot; the sandbox goes on.
+    ///
+    /// # Errors
+    /// 404, 409, 507.
+    pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.snapshot(id).await }).await
+    }
 
-    /// Starts a command. `pty`: columns and rows.
-    pub async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> { unfinished() }
+    /// Newest first.
+    ///
+    /// # Errors
+    /// 500.
+    pub async fn snapshots(&self, of: Option<SandboxId>) -> Result<Vec<Snapshot>> {
+        let mut records = self.inner.records.all::<SnapshotRecord>().await?;
+        records.retain(|record| of.is_none_or(|id| record.sandbox_id == id));
+        records.sort_by_key(|record| std::cmp::Reverse(record.id));
+        Ok(records.iter().map(SnapshotRecord::view).collect())
+    }
 
-    pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> { unfinished() }
-    /// Makes missing parents; the old file stays until the new one is whole.
-    pub async fn write_file(&self, id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> Result<u64> { unfinished() }
-    pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> { unfinished() }
-    pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> { unfinished() }
-    pub async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> { unfinished() }
-    pub async fn rename(&self, id: SandboxId, change: FsChange) -> Result<()> { unfinished() }
-    pub async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> { unfinished() }
-    pub async fn chmod(&self, id: SandboxId, change: FsChange) -> Result<()> { unfinished() }
-    pub async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> { unfinished() }
+    /// One snapshot.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn get_snapshot(&self, id: SnapshotId) -> Result<Snapshot> {
+        Ok(self.inner.snapshot_record(id).await?.view())
+    }
 
-    pub async fn templates(&self) -> Result<Vec<Template>> { unfinished() }
-    pub async fn get_template(&self, name: &TemplateName) -> Result<Template> { unfinished() }
-    pub async fn delete_template(&self, name: &TemplateName) -> Result<()> { unfinished() }
+    /// Deletes a snapshot. What was restored from it lives on.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        to_the_end(async move { inner.delete_snapshot(id).await }).await
+    }
+
+    /// All templates, built or not.
+    ///
+    /// # Errors
+    /// 500.
+    pub async fn templates(&self) -> Result<Vec<Template>> {
+        self.inner.templates_view().await
+    }
+
+    /// One template.
+    ///
+    /// # Errors
+    /// 404.
+    pub async fn get_template(&self, name: &TemplateName) -> Result<Template> {
+        let all = self.inner.templates_view().await?;
+        let found = all.into_iter().find(|template| template.name == name.as_str());
+        found.ok_or_else(|| Error::NotFound(format!("no template {name}")))
+    }
+
+    /// Removes a baked template; sandboxes and snapshots made from it live on.
+    ///
+    /// # Errors
+    /// 404, 409 while it is being built.
+    pub async fn delete_template(&self, name: &TemplateName) -> Result<()> {
+        let (inner, name) = (Arc::clone(&self.inner), name.clone());
+        to_the_end(async move { inner.delete_template(&name).await }).await
+    }
+
     /// Starts a build, or returns the one that is running for this template.
-    pub async fn build_template(&self, request: BuildTemplate) -> Result<Build> { unfinished() }
-    pub async fn builds(&self) -> Result<Vec<Build>> { unfinished() }
-    pub async fn get_build(&self, id: &str) -> Result<Build> { unfinished() }
+    ///
+    /// # Errors
+    /// 400, 404.
+    pub async fn build_template(&self, request: BuildTemplate) -> Result<Build> {
+        self.inner.build_template(request).await
+    }
+
+    /// Builds since the node started, newest first.
+    ///
+    /// # Errors
+    /// None so far.
+    #[allow(clippy::unused_async)] // like its siblings
+    pub async fn builds(&self) -> Result<Vec<Build>> {
+        Ok(self.inner.templates.builds())
+    }
+
+    /// One build.
+    ///
+    /// # Errors
+    /// 404.
+    #[allow(clippy::unused_async)] // like its siblings
+    pub async fn get_build(&self, id: &str) -> Result<Build> {
+        let builds = self.inner.templates.builds();
+        builds.into_iter().find(|build| build.id == id).ok_or_else(|| Error::NotFound(format!("no build {id}")))
+    }
+
     /// Log lines of a build, from its start to its end.
-    pub async fn build_log(&self, id: &str) -> Result<BoxStream<'static, String>> { unfinished() }
+    ///
+    /// # Errors
+    /// 404.
+    #[allow(clippy::unused_async)] // like its siblings
+    pub async fn build_log(&self, id: &str) -> Result<BoxStream<'static, String>> {
+        self.inner.templates.log(id).ok_or_else(|| Error::NotFound(format!("no build {id}")))
+    }
 }

@@ -1,0 +1,434 @@
+//! The freeze order around a running guest, and the verbs that begin with it: snapshot, fork, hibernate.
+//!
+//! 1. the guest flushes its disk, running; 2. it holds its user processes still; 3. the engine parks the
+//! vCPUs, takes RAM, device state and disk at one instant, and lets them go; 4. the guest thaws its user
+//! processes. Whatever fails, 4 happens to the original.
+
+use super::{
+    Inner,
+    machine::{Individual, Place, engine_error},
+    request,
+};
+use crate::{
+    admission::Ticket,
+    clock::{Clock, ms},
+    error::{Error, Result},
+    lifecycle::{Decision, Verb},
+    records::{SandboxRecord, SnapshotRecord},
+    sandbox::{Live, Sandbox},
+    store::{make_dir, tree_bytes},
+};
+use futures::future::join_all;
+use keiki_engine::{Frozen, Image};
+use keiki_types::{
+    Origin, SandboxId, Shape, SnapshotId, Status,
+    api::{self, ForkSandbox, Forked, Timings},
+};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use time::OffsetDateTime;
+
+/// Disk that one more running machine needs before it writes anything of its own.
+const MACHINE_DISK_BYTES: u64 = 8 << 20;
+
+/// What a freeze gave.
+struct Taken {
+    frozen: Arc<dyn Frozen>,
+    pause: Pause,
+}
+
+/// How long the original stood still.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pause {
+    vcpu: Duration,
+    user: Option<Duration>,
+}
+
+/// Whether the original goes on after the freeze.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum After {
+    GoesOn,
+    Ends,
+}
+
+impl Inner {
+    /// Freezes a running or paused sandbox into `image`. Call with its verb held.
+    async fn freeze(
+        &self,
+        sandbox: &Sandbox,
+        live: &Live,
+        image: Image,
+        after: After,
+        clock: &mut Clock,
+    ) -> Result<Taken> {
+        // A paused sandbox was frozen in the same order when it was paused.
+        let running = sandbox.record().status == Status::Running;
+        let mut user_stopped = None;
+        if running {
+            live.guest.flush().await?;
+            clock.lap("flush");
+            user_stopped = Some(Instant::now());
+            live.guest.freeze_user().await?;
+            clock.lap("freeze_user");
+        }
+        let taken = live.machine.freeze(image).await;
+        clock.lap("freeze");
+        let mut user_pause = None;
+        if running && (taken.is_err() || after == After::GoesOn) {
+            let thawed = live.guest.thaw_user().await;
+            user_pause = user_stopped.map(|at| at.elapsed());
+            clock.lap("thaw_user");
+            thawed?;
+        }
+        let (frozen, report) = taken.map_err(|error| engine_error("the machine cannot be frozen", error))?;
+        for (step, took) in &report.steps.0 {
+            clock.note(&format!("freeze:{step}"), *took);
+        }
+        Ok(Taken { frozen, pause: Pause { vcpu: report.vcpu_pause, user: user_pause } })
+    }
+
+    /// Room for a frozen machine whose RAM is all private, and for its copies.
+    fn check_disk(&self, shape: Shape, copies: usize) -> Result<()> {
+        let wanted = (u64::from(shape.memory_mib) << 20) + MACHINE_DISK_BYTES * (copies as u64 + 1);
+        self.check_free(wanted)
+    }
+
+    /// Room on the store.
+    pub(super) fn check_free(&self, wanted: u64) -> Result<()> {
+        let free = self.store.free_bytes()?;
+        if free < wanted {
+            let (wanted, free) = (wanted >> 20, free >> 20);
+            return Err(Error::NoRoom(format!(
+                "insufficient host storage for sandbox: {wanted} MiB wanted, {free} MiB free"
+            )));
+        }
+        Ok(())
+    }
+
+    /// A sandbox with a machine, its verb held: woken first if it is hibernated.
+    async fn frozen_verb<'a>(
+        &self,
+        sandbox: &'a Arc<Sandbox>,
+        verb: Verb,
+    ) -> Result<(tokio::sync::MutexGuard<'a, ()>, Option<Arc<Live>>)> {
+        let guard = sandbox.verb.lock().await;
+        match sandbox.decide(verb)? {
+            Decision::WakeFirst => self.wake_locked(sandbox).await?,
+            Decision::Already => return Ok((guard, None)),
+            Decision::Go | Decision::Refuse(_) => {}
+        }
+        sandbox.touch();
+        let live = sandbox.live().ok_or_else(|| Error::Conflict(format!("sandbox {} has no machine", sandbox.id)))?;
+        Ok((guard, Some(live)))
+    }
+
+    pub(super) async fn snapshot(&self, id: SandboxId) -> Result<api::Snapshot> {
+        let mut clock = Clock::start();
+        let sandbox = self.sandbox(id)?;
+        let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
+        let Some(live) = live else { return Err(Error::Conflict(format!("sandbox {id} has no machine"))) };
+        let record = sandbox.record();
+        self.check_disk(record.shape, 0)?;
+        let snapshot = SnapshotId::new();
+        let dir = self.store.snapshot(snapshot);
+        let made = self.take_snapshot(&sandbox, &live, snapshot, &mut clock).await;
+        match made {
+            Ok((snapshot_record, taken)) => {
+                let timings = frozen_timings(&clock, &taken);
+                super::log_done("snapshot", &id.to_string(), &timings);
+                Ok(api::Snapshot { timings: Some(timings), ..snapshot_record.view() })
+            }
+            Err(error) => {
+                self.store.remove(dir).await?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn take_snapshot(
+        &self,
+        sandbox: &Sandbox,
+        live: &Live,
+        id: SnapshotId,
+        clock: &mut Clock,
+    ) -> Result<(SnapshotRecord, Taken)> {
+        let record = sandbox.record();
+        let dir = self.store.snapshot(id);
+        let image = self.image(&dir, record.shape).await?;
+        let taken = self.freeze(sandbox, live, image, After::GoesOn, clock).await?;
+        self.persist(taken.frozen.as_ref()).await?;
+        clock.lap("persist");
+        let snapshot = SnapshotRecord {
+            id,
+            sandbox_id: record.id,
+            template: record.template,
+            template_version: record.template_version,
+            shape: record.shape,
+            created_at: OffsetDateTime::now_utc(),
+            size_bytes: tree_bytes(&dir),
+            parent_snapshot_id: record.parent_snapshot_id,
+            generation: record.generation,
+            engine: record.engine,
+            metadata: record.metadata,
+        };
+        self.records.put(vec![snapshot.clone()]).await?;
+        // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
+        sandbox.update(|record| record.parent_snapshot_id = Some(id));
+        self.records.put(vec![sandbox.record()]).await?;
+        clock.lap("record");
+        Ok((snapshot, taken))
+    }
+
+    pub(super) async fn fork(&self, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
+        let mut clock = Clock::start();
+        let count = request::fork_count(fork.count)?;
+        let sandbox = self.sandbox(id)?;
+        let (verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
+        let Some(live) = live else { return Err(Error::Conflict(format!("sandbox {id} has no machine"))) };
+        let parent = sandbox.record();
+        let metadata = match fork.metadata {
+            Some(metadata) => request::metadata(metadata)?,
+            None => parent.metadata.clone(),
+        };
+        let ttl_seconds = request::ttl(fork.ttl_seconds, parent.ttl_seconds)?;
+        let tickets = self.admission.admit(parent.shape, count)?;
+        self.check_disk(parent.shape, count)?;
+
+        let children: Vec<SandboxRecord> = join_all((0..count).map(|_| async {
+            let generation = self.records.generation().await?;
+            Ok(SandboxRecord {
+                id: SandboxId::new(),
+                status: Status::Creating,
+                created_at: OffsetDateTime::now_utc(),
+                metadata: metadata.clone(),
+                ttl_seconds,
+                parent_sandbox_id: Some(parent.id),
+                from_snapshot: None,
+                origin: Origin::Fork,
+                generation,
+                slot: None,
+                timings: None,
+                error: None,
+                boot_ms: 0,
+                ..parent.clone()
+            })
+        }))
+        .await
+        .into_iter()
+        .collect::<Result<_>>()?;
+        self.records.put(children.clone()).await?;
+        clock.lap("admit");
+
+        let scratch = self.store.scratch();
+        let made = self.fork_into(&sandbox, &live, &scratch, &children, tickets, &mut clock).await;
+        drop(verb);
+        let removed = self.store.remove(scratch).await;
+        let (lives, taken) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                self.forget(&children).await;
+                return Err(error);
+            }
+        };
+        removed?;
+        self.finish_fork(&parent, children, lives, &taken, &mut clock).await
+    }
+
+    /// Monitors first, while the parent runs; then one freeze; then all thaws. All or nothing.
+    async fn fork_into(
+        &self,
+        sandbox: &Sandbox,
+        live: &Live,
+        scratch: &std::path::Path,
+        children: &[SandboxRecord],
+        tickets: Vec<Ticket>,
+        clock: &mut Clock,
+    ) -> Result<(Vec<(Live, Clock)>, Taken)> {
+        let image = self.image(scratch, children[0].shape).await?;
+        let (places, failed) = split(join_all(children.iter().map(|child| self.place(child.id, &image))).await);
+        clock.lap("places");
+        if let Some(error) = failed {
+            self.vacate_all(places).await;
+            return Err(error);
+        }
+        let taken = match self.freeze(sandbox, live, image, After::GoesOn, clock).await {
+            Ok(taken) => taken,
+            Err(error) => {
+                self.vacate_all(places).await;
+                return Err(error);
+            }
+        };
+        let thaws = places.into_iter().zip(tickets).zip(children).map(|((place, ticket), child)| {
+            let mut clock = clock.clone();
+            let frozen = Arc::clone(&taken.frozen);
+            async move {
+                let who = Individual { origin: Origin::Fork, generation: child.generation };
+                let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
+                Ok((live, clock))
+            }
+        });
+        let (lives, failed) = split(join_all(thaws).await);
+        clock.lap("thaws");
+        if let Some(error) = failed {
+            join_all(lives.iter().zip(children).map(|((live, _), _)| self.end_unnamed(live))).await;
+            return Err(error);
+        }
+        Ok((lives, taken))
+    }
+
+    async fn finish_fork(
+        &self,
+        parent: &SandboxRecord,
+        children: Vec<SandboxRecord>,
+        lives: Vec<(Live, Clock)>,
+        taken: &Taken,
+        clock: &mut Clock,
+    ) -> Result<Forked> {
+        let mut records = Vec::with_capacity(children.len());
+        for (mut record, (live, own_clock)) in children.into_iter().zip(&lives) {
+            record.status = Status::Running;
+            record.slot = live.slot_index();
+            record.boot_ms = u64::try_from(own_clock.elapsed().as_millis()).unwrap_or(u64::MAX);
+            record.timings = Some(released_timings(own_clock, Some(taken.pause)));
+            records.push(record);
+        }
+        if let Err(error) = self.records.put(records.clone()).await {
+            join_all(lives.iter().map(|(live, _)| self.end_unnamed(live))).await;
+            self.forget(&records).await;
+            return Err(error);
+        }
+        clock.lap("record");
+        let mut views = Vec::with_capacity(records.len());
+        for (record, (live, _)) in records.into_iter().zip(lives) {
+            views.push(self.adopt_live(record, live).view());
+        }
+        let timings = frozen_timings(clock, taken);
+        super::log_done("fork", &parent.id.to_string(), &timings);
+        let sandbox = views.first().cloned();
+        let sandbox = sandbox.ok_or_else(|| Error::Invalid("count must be at least 1".into()))?;
+        Ok(Forked { parent_id: parent.id, sandbox, children: views, timings })
+    }
+
+    pub(super) async fn hibernate(self: &Arc<Self>, id: SandboxId) -> Result<api::Sandbox> {
+        let sandbox = self.sandbox(id)?;
+        let (_verb, live) = self.frozen_verb(&sandbox, Verb::Hibernate).await?;
+        if let Some(live) = live {
+            self.hibernate_locked(&sandbox, &live).await?;
+        }
+        Ok(sandbox.view())
+    }
+
+    /// Hibernates; call with the verb held and the decision made.
+    pub(super) async fn hibernate_locked(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
+        sandbox.set_leaving(true);
+        let done = self.hibernate_leaving(sandbox, live).await;
+        sandbox.set_leaving(false);
+        done
+    }
+
+    async fn hibernate_leaving(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
+        let mut clock = Clock::start();
+        let record = sandbox.record();
+        self.check_disk(record.shape, 0)?;
+        let dir = self.store.hibernated(record.id, record.generation);
+        let made = async {
+            let image = self.image(&dir, record.shape).await?;
+            let taken = self.freeze(sandbox, live, image, After::Ends, &mut clock).await?;
+            self.persist(taken.frozen.as_ref()).await?;
+            let change = SandboxRecord { status: Status::Hibernated, slot: None, ..record.clone() };
+            self.records.put(vec![change]).await?;
+            Ok(taken)
+        };
+        match made.await {
+            Ok(taken) => {
+                // Recorded: from here on it is hibernated whatever happens to the machine.
+                sandbox.set_live(None, |record| {
+                    record.status = Status::Hibernated;
+                    record.slot = None;
+                });
+                self.end_live(record.id, live).await;
+                clock.lap("stop");
+                super::log_done("hibernate", &record.id.to_string(), &frozen_timings(&clock, &taken));
+                Ok(())
+            }
+            Err(error) => {
+                if record.status == Status::Running {
+                    live.guest.thaw_user().await?;
+                }
+                self.store.remove(dir).await?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn image(&self, dir: &std::path::Path, shape: Shape) -> Result<Image> {
+        make_dir(dir)?;
+        self.engine.image(dir, shape).await.map_err(|error| engine_error("cannot make a memory image", error))
+    }
+
+    pub(super) async fn persist(&self, frozen: &dyn Frozen) -> Result<()> {
+        frozen.persist().await.map(drop).map_err(|error| engine_error("the snapshot cannot be written", error))
+    }
+
+    async fn vacate_all(&self, places: Vec<Place>) {
+        join_all(places.into_iter().map(|place| self.vacate(place))).await;
+    }
+
+    /// Ends a machine that no sandbox has been told about.
+    async fn end_unnamed(&self, live: &Live) {
+        let dir = &live.machine.resources().dir;
+        let id = dir.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
+        if let Some(id) = id {
+            self.end_live(id, live).await;
+        }
+    }
+
+    /// Removes the records of sandboxes that never came to be.
+    pub(super) async fn forget(&self, records: &[SandboxRecord]) {
+        let keys = records.iter().map(|record| record.id.to_string()).collect();
+        if let Err(error) = self.records.remove::<SandboxRecord>(keys).await {
+            tracing::error!(error = &error as &dyn std::error::Error, "records of a failed operation stay until restart");
+        }
+    }
+}
+
+/// The successes, and the first failure.
+fn split<T>(results: Vec<Result<T>>) -> (Vec<T>, Option<Error>) {
+    let mut good = Vec::with_capacity(results.len());
+    let mut failed = None;
+    for result in results {
+        match result {
+            Ok(value) => good.push(value),
+            Err(error) if failed.is_none() => failed = Some(error),
+            Err(error) => tracing::warn!(error = &error as &dyn std::error::Error, "another copy failed too"),
+        }
+    }
+    (good, failed)
+}
+
+fn frozen_timings(clock: &Clock, taken: &Taken) -> Timings {
+    Timings {
+        vcpu_pause_ms: Some(ms(taken.pause.vcpu)),
+        user_pause_ms: taken.pause.user.map(ms),
+        ..clock.timings()
+    }
+}
+
+/// Timings of a thawing verb: `thaw_ms` ends where the release gate begins.
+pub(super) fn released_timings(clock: &Clock, pause: Option<Pause>) -> Timings {
+    let timings = clock.timings();
+    let gate = ["connect", "individualize", "thaw_user"];
+    // A fork's own freeze has a step of the same name; the gate is what follows the thaw.
+    let after_thaw = timings.steps.iter().rposition(|step| step.name == "thaw").unwrap_or(0);
+    let steps = timings.steps.get(after_thaw..).unwrap_or_default();
+    let release: f64 = steps.iter().filter(|step| gate.contains(&step.name.as_str())).map(|step| step.ms).sum();
+    Timings {
+        vcpu_pause_ms: pause.map(|pause| ms(pause.vcpu)),
+        user_pause_ms: pause.and_then(|pause| pause.user).map(ms),
+        thaw_ms: Some(timings.total_ms - release),
+        release_ms: Some(release),
+        ..timings
+    }
+}

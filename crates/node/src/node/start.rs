@@ -1,0 +1,295 @@
+//! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
+//! everything half-made is removed. The records decide: what they do not name does not exist.
+
+use super::{Config, Inner, Node, sweep, template::Templates};
+use crate::{
+    admission::Admission,
+    error::{Error, Result},
+    guest::GuestLink,
+    records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
+    sandbox::{Live, Sandbox},
+    store::{Store, make_dir},
+};
+use keiki_engine::{Engine, Machine, qemu};
+use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
+use keiki_types::{EngineKind, SandboxId, Status};
+use std::{
+    collections::{HashMap, HashSet},
+    path::PathBuf,
+    sync::{Arc, Mutex, RwLock},
+};
+
+/// Network slots built ahead of use.
+const SLOTS_AHEAD: usize = 4;
+
+impl Node {
+    /// Starts a node on its directories.
+    ///
+    /// # Errors
+    /// If something it needs is missing; the sentence says what.
+    pub async fn start(config: Config) -> Result<Self> {
+        if !config.guest_binary.is_file() {
+            return Err(Error::Invalid(format!(
+                "no guest agent at {}: build it, or say where it is with --guest-binary",
+                config.guest_binary.display()
+            )));
+        }
+        let store = Store::open(&config.data_dir, &config.run_dir, config.store_gib).await?;
+        let records = Records::open(&store.database())?;
+        let engine = choose_engine(&config, &store)?;
+        let capabilities = engine.probe().await;
+        if !capabilities.usable {
+            return Err(Error::Invalid(format!("engine {} cannot run here: {}", capabilities.kind, capabilities.note)));
+        }
+        let known: Vec<SandboxRecord> = records.all().await?;
+        let slots = open_slots(&config, &known).await?;
+        let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
+        let inner = Arc::new(Inner {
+            engine_version: format!("{} {}", capabilities.kind, capabilities.version),
+            config,
+            records,
+            store,
+            engine,
+            slots,
+            admission,
+            templates: Templates::default(),
+            sandboxes: RwLock::new(HashMap::new()),
+        });
+        inner.recover(known).await?;
+        tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
+        Ok(Self { inner })
+    }
+
+    /// Stops. Machines go on running for the next node to find, unless this one is ephemeral.
+    pub async fn stop(&self) {
+        let inner = &self.inner;
+        inner.close_all_places().await;
+        if !inner.config.ephemeral {
+            return;
+        }
+        for sandbox in inner.sandboxes() {
+            if let Err(error) = self.delete(sandbox.id).await {
+                tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
+            }
+        }
+        inner.slots.stop(&[]).await;
+        if let Err(error) = inner.store.unmount().await {
+            tracing::error!(error = &error as &dyn std::error::Error, "the store stays mounted");
+        }
+    }
+}
+
+fn choose_engine(config: &Config, store: &Store) -> Result<Arc<dyn Engine>> {
+    match config.engine {
+        // The only engine so far; probing chooses between two once there are two.
+        None | Some(EngineKind::Qemu) => Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.root())))),
+        Some(EngineKind::Kvm) => Err(Error::Invalid("engine kvm is not part of this build: use qemu".into())),
+    }
+}
+
+async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {
+    let range = config.slot_range.parse().map_err(|error| Error::Invalid(format!("slot range: {error}")))?;
+    let mut egress = EgressPolicy::default();
+    for network in &config.egress_allow {
+        egress.allow.push(network.parse().map_err(|error| Error::Invalid(format!("egress allow: {error}")))?);
+    }
+    let in_use: Vec<u16> = known.iter().filter_map(|record| record.slot).collect();
+    let slots = SlotsConfig {
+        range,
+        ahead: SLOTS_AHEAD,
+        state_dir: config.data_dir.join("net"),
+        node_tag: node_tag(&config.data_dir)?,
+        upstream: (!config.dns.is_empty()).then(|| config.dns.clone()),
+        egress,
+    };
+    make_dir(&slots.state_dir)?;
+    Slots::start(slots, &in_use).await.map_err(|cause| Error::internal("the network cannot be set up", cause))
+}
+
+/// Distinct per data directory, and the same after a restart.
+fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
+    use std::os::unix::fs::MetadataExt;
+    let meta = std::fs::metadata(data).map_err(|cause| Error::internal("cannot look at the data directory", cause))?;
+    let tag = format!("{:06x}", (meta.ino() ^ (meta.dev() << 12)) & 0xff_ffff);
+    tag.parse().map_err(|error| Error::internal("no tag for this node", anyhow::anyhow!("{error}")))
+}
+
+impl Inner {
+    async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
+        self.clear_scratch().await?;
+        let mut named = HashSet::new();
+        for record in known {
+            match record.status {
+                Status::Running | Status::Paused => self.recover_live(record.clone()).await?,
+                Status::Hibernated | Status::Failed => self.recover_at_rest(record.clone()).await?,
+                Status::Creating | Status::Stopping | Status::Deleted => {
+                    tracing::info!(id = %record.id, status = %record.status, "removing what was half-made");
+                    self.end_leftovers(record.id).await?;
+                    self.records.remove::<SandboxRecord>(vec![record.id.to_string()]).await?;
+                    continue;
+                }
+            }
+            named.insert(record.id);
+        }
+        self.clear_unnamed(&named).await?;
+        self.recover_snapshots().await?;
+        self.recover_templates().await
+    }
+
+    /// A machine that should be running: find it, or say that it failed.
+    async fn recover_live(self: &Arc<Self>, record: SandboxRecord) -> Result<()> {
+        let found = self.find(&record).await;
+        match found {
+            Ok(Some(live)) => {
+                tracing::info!(id = %record.id, "found running");
+                self.adopt_live(record, live);
+                Ok(())
+            }
+            Ok(None) => self.recover_failed(record, "its machine ended while the node was away".into()).await,
+            Err(error) => self.recover_failed(record, format!("it could not be found again: {error}")).await,
+        }
+    }
+
+    async fn find(&self, record: &SandboxRecord) -> Result<Option<Live>> {
+        let slot = match record.slot {
+            Some(index) => Some(
+                self.slots.adopt(index).await.map_err(|cause| Error::internal("its network slot is gone", cause))?,
+            ),
+            None => None,
+        };
+        let resources = self.resources(record.id, slot.as_ref());
+        let adopted = self.engine.adopt(&resources).await;
+        let machine = match adopted {
+            Ok(Some(machine)) => machine,
+            other => {
+                if let Some(slot) = slot {
+                    self.slots.give_back(slot).await;
+                }
+                other.map_err(|cause| Error::internal("its monitor cannot be reached", cause))?;
+                return Ok(None);
+            }
+        };
+        match self.take_up(record, machine.as_ref()).await {
+            Ok(guest) => {
+                let ticket = self.admission.count(record.shape);
+                Ok(Some(Live { machine, guest, slot: Mutex::new(slot), ticket }))
+            }
+            Err(error) => {
+                self.end_machine(record.id, machine.as_ref(), slot).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// The earlier node may have ended in the middle of a freeze: the machine goes on as it was recorded.
+    async fn take_up(&self, record: &SandboxRecord, machine: &dyn Machine) -> Result<GuestLink> {
+        let broken = |cause| Error::internal("its machine does not go on", cause);
+        if record.status == Status::Running {
+            machine.resume().await.map_err(broken)?;
+            let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
+            guest.thaw_user().await?;
+            return Ok(guest);
+        }
+        // Parked vCPUs answer nothing: let them run for the handshake. User processes stay frozen.
+        machine.resume().await.map_err(broken)?;
+        let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
+        guest.freeze_user().await?;
+        machine.pause().await.map_err(broken)?;
+        Ok(guest)
+    }
+
+    async fn recover_failed(self: &Arc<Self>, record: SandboxRecord, why: String) -> Result<()> {
+        tracing::warn!(id = %record.id, why, "a sandbox was lost");
+        self.end_leftovers(record.id).await?;
+        let failed = SandboxRecord { status: Status::Failed, slot: None, error: Some(why), ..record };
+        self.records.put(vec![failed.clone()]).await?;
+        self.list_it(Sandbox::new(failed, None));
+        Ok(())
+    }
+
+    /// A sandbox without a machine; one may be left of a hibernation or wake that was cut short.
+    async fn recover_at_rest(&self, record: SandboxRecord) -> Result<()> {
+        self.end_leftovers(record.id).await?;
+        self.list_it(Sandbox::new(record, None));
+        Ok(())
+    }
+
+    /// Ends whatever runs with a sandbox's resources and removes them.
+    async fn end_leftovers(&self, id: SandboxId) -> Result<()> {
+        let resources = self.resources(id, None);
+        let ended = self.engine.clear(&resources).await;
+        ended.map_err(|cause| Error::internal("a left-over monitor cannot be ended", cause))?;
+        self.store.remove(resources.dir).await?;
+        self.store.remove(resources.run_dir).await
+    }
+
+    /// Machines and directories that no record names: places that waited, creates and forks cut short.
+    async fn clear_unnamed(&self, named: &HashSet<SandboxId>) -> Result<()> {
+        for name in self.store.names("sandboxes")? {
+            match name.parse() {
+                Ok(id) if named.contains(&id) => {}
+                Ok(id) => self.end_leftovers(id).await?,
+                Err(_) => self.store.remove(self.store.root().join("sandboxes").join(name)).await?,
+            }
+        }
+        let run: HashSet<PathBuf> = named.iter().map(|&id| self.store.run(id)).collect();
+        for name in self.store.run_names()? {
+            let dir = self.store.run_root().join(name);
+            // Only what looks like ours: 32 hexadecimal digits.
+            let ours = dir.file_name().is_some_and(|name| name.len() == 32) && dir.is_dir();
+            if ours && !run.contains(&dir) {
+                self.store.remove(dir).await?;
+            }
+        }
+        let woken: HashSet<PathBuf> = self
+            .sandboxes()
+            .iter()
+            .map(|sandbox| sandbox.record())
+            .filter(|record| record.status == Status::Hibernated)
+            .map(|record| self.store.hibernated(record.id, record.generation))
+            .collect();
+        self.keep_only("hibernated", &woken).await
+    }
+
+    async fn keep_only(&self, part: &str, keep: &HashSet<PathBuf>) -> Result<()> {
+        for name in self.store.names(part)? {
+            let dir = self.store.root().join(part).join(name);
+            if !keep.contains(&dir) {
+                tracing::info!(dir = %dir.display(), "removing what was half-made");
+                self.store.remove(dir).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn clear_scratch(&self) -> Result<()> {
+        self.keep_only("scratch", &HashSet::new()).await
+    }
+
+    async fn recover_snapshots(&self) -> Result<()> {
+        let records: Vec<SnapshotRecord> = self.records.all().await?;
+        let keep: HashSet<PathBuf> = records.iter().map(|record| self.store.snapshot(record.id)).collect();
+        self.keep_only("snapshots", &keep).await?;
+        let lost: Vec<String> = records
+            .iter()
+            .filter(|record| !self.store.snapshot(record.id).is_dir())
+            .map(|record| record.id.to_string())
+            .collect();
+        self.records.remove::<SnapshotRecord>(lost).await
+    }
+
+    async fn recover_templates(self: &Arc<Self>) -> Result<()> {
+        let records: Vec<TemplateRecord> = self.records.all().await?;
+        let current: HashMap<&str, &str> =
+            records.iter().map(|record| (record.name.as_str(), record.version.as_str())).collect();
+        for name in self.store.names("templates")? {
+            let keep = current.get(name.as_str()).map(|version| self.store.template(&name, version));
+            self.keep_only(&format!("templates/{name}"), &keep.into_iter().collect()).await?;
+        }
+        for record in records {
+            self.open_template(record).await?;
+        }
+        Ok(())
+    }
+}
+

@@ -1,0 +1,83 @@
+//! What happens without being asked for: TTLs run out, machines end by themselves.
+
+use super::Inner;
+use crate::{
+    lifecycle::Sweep,
+    sandbox::{Live, Sandbox},
+};
+use keiki_types::Status;
+use std::{
+    sync::{Arc, PoisonError, Weak},
+    time::Duration,
+};
+use tokio::sync::OwnedMutexGuard;
+
+/// How often TTLs are looked at.
+const EVERY: Duration = Duration::from_millis(500);
+/// Console bytes kept in the record of a failed sandbox.
+const CONSOLE_TAIL: usize = 2048;
+
+/// Runs as long as the node.
+pub(super) async fn sweeper(node: Weak<Inner>) {
+    loop {
+        tokio::time::sleep(EVERY).await;
+        let Some(node) = node.upgrade() else { return };
+        for sandbox in node.sandboxes() {
+            // Somebody is changing it: that is activity, and the next round will see.
+            let Ok(verb) = Arc::clone(&sandbox.verb).try_lock_owned() else { continue };
+            let verdict = sandbox.claim_if_idle();
+            if verdict != Sweep::Keep {
+                tokio::spawn(Arc::clone(&node).sweep(sandbox, verdict, verb));
+            }
+        }
+    }
+}
+
+impl Inner {
+    async fn sweep(self: Arc<Self>, sandbox: Arc<Sandbox>, verdict: Sweep, verb: OwnedMutexGuard<()>) {
+        let done = match (verdict, sandbox.live()) {
+            (Sweep::Delete, _) => self.delete_claimed(&sandbox).await,
+            (Sweep::Hibernate, Some(live)) => self.hibernate_locked(&sandbox, &live).await,
+            (Sweep::Keep, _) | (Sweep::Hibernate, None) => Ok(()),
+        };
+        drop(verb);
+        if let Err(error) = done {
+            tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "its TTL ran out, but it could not be ended; tried again later");
+            sandbox.touch();
+        }
+    }
+
+    /// Watches a machine: if it ends by itself, its sandbox has failed and its resources are taken back.
+    pub(super) fn watch(self: &Arc<Self>, sandbox: Arc<Sandbox>, live: Arc<Live>) {
+        let node = Arc::downgrade(self);
+        tokio::spawn(async move {
+            let how = live.machine.ended().await;
+            let Some(node) = node.upgrade() else { return };
+            let _verb = sandbox.verb.lock().await;
+            let still_its = sandbox.live().is_some_and(|now| Arc::ptr_eq(&now, &live));
+            if !still_its {
+                return;
+            }
+            let console = live.machine.console(CONSOLE_TAIL).await;
+            let console = String::from_utf8_lossy(&console).trim().to_owned();
+            let error = if console.is_empty() { how } else { format!("{how}; the console ends with:\n{console}") };
+            tracing::warn!(id = %sandbox.id, error, "a machine ended by itself");
+            let record = sandbox.set_live(None, |record| {
+                record.status = Status::Failed;
+                record.slot = None;
+                record.error = Some(error);
+            });
+            if let Err(error) = node.records.put(vec![record]).await {
+                tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "a failure could not be recorded");
+            }
+            node.end_live(sandbox.id, &live).await;
+        });
+    }
+}
+
+impl Live {
+    /// The number of its slot, for the record.
+    pub(super) fn slot_index(&self) -> Option<u16> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(keiki_net::Slot::index)
+    }
+}

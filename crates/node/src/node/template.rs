@@ -1,0 +1,582 @@
+//! Templates: built from packages, baked by one cold boot, then restored for every create.
+//!
+//! ```text
+//!   build: packages ──> kernel, initramfs, root disk      (keiki-image, cached)
+//!   bake:  boot ──> agent ready ──> warm ──> freeze ──> persist ──> record
+//!   use:   load once, keep places ahead: monitors that wait for a create
+//! ```
+//!
+//! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
+
+use super::{
+    Inner,
+    machine::{Place, engine_error, with_console},
+    request,
+};
+use crate::{
+    clock::{Clock, ms},
+    error::{Error, Result},
+    guest::GuestLink,
+    records::{TemplateRecord, rfc3339},
+    store::{make_dir, tree_bytes},
+};
+use anyhow::Context;
+use futures::{StreamExt, stream::BoxStream};
+use keiki_engine::{BootSpec, Frozen, Machine};
+use keiki_image::{Builder, TemplateSpec};
+use keiki_protocol::guest::{ExecSpec, InfoRequest, exec_event::Event};
+use keiki_types::{
+    SandboxId, Shape, TemplateName,
+    api::{Build, BuildTemplate, Template},
+};
+use std::{
+    collections::{HashMap, VecDeque},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use time::OffsetDateTime;
+use tokio::sync::watch;
+
+/// A cold boot under software emulation takes seconds, not minutes.
+const BOOT_LIMIT: Duration = Duration::from_secs(90);
+/// What a create is told while its template is being built.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
+/// Builds remembered, with their logs.
+const BUILDS_KEPT: usize = 32;
+/// Lines of a build's log that are kept.
+const LOG_LINES: usize = 2000;
+/// Refilling waits this long, so that it does not compete with the create that took a place.
+const REFILL_PAUSE: Duration = Duration::from_millis(250);
+/// Run once before the bake: their pages are then in every sandbox's memory from the start.
+const WARM: [&str; 2] =
+    ["true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true", "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true"];
+
+/// The templates of a node.
+#[derive(Default)]
+pub(super) struct Templates {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    baked: HashMap<String, Arc<Baked>>,
+    builds: VecDeque<Arc<Building>>,
+}
+
+/// A template ready for use.
+pub(super) struct Baked {
+    pub record: TemplateRecord,
+    pub frozen: Arc<dyn Frozen>,
+    places: Mutex<Places>,
+}
+
+#[derive(Default)]
+struct Places {
+    ready: VecDeque<Place>,
+    making: usize,
+    closed: bool,
+}
+
+struct Building {
+    id: String,
+    name: String,
+    progress: watch::Sender<Progress>,
+}
+
+#[derive(Clone)]
+struct Progress {
+    view: Build,
+    lines: Vec<String>,
+}
+
+impl Baked {
+    fn new(record: TemplateRecord, frozen: Arc<dyn Frozen>) -> Arc<Self> {
+        Arc::new(Self { record, frozen, places: Mutex::default() })
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place that was prepared ahead, if one is there.
+    pub fn take_place(&self) -> Option<Place> {
+        let mut places = self.places();
+        while let Some(place) = places.ready.pop_front() {
+            if place.is_alive() {
+                return Some(place);
+            }
+            tracing::warn!(id = %place.id, "a monitor that waited has ended");
+        }
+        None
+    }
+}
+
+impl Building {
+    fn update(&self, change: impl FnOnce(&mut Progress)) {
+        self.progress.send_modify(change);
+    }
+
+    fn say(&self, line: &str) {
+        tracing::info!(template = self.name, line, "build");
+        self.update(|progress| {
+            line.clone_into(&mut progress.view.step);
+            if progress.lines.len() < LOG_LINES {
+                progress.lines.push(line.into());
+            }
+        });
+    }
+
+    fn is_running(&self) -> bool {
+        self.progress.borrow().view.ended_at.is_empty()
+    }
+}
+
+impl Templates {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Newest first.
+    pub fn builds(&self) -> Vec<Build> {
+        self.state().builds.iter().rev().map(|build| build.progress.borrow().view.clone()).collect()
+    }
+
+    /// Lines of a build from its start, ending with it.
+    pub fn log(&self, id: &str) -> Option<BoxStream<'static, String>> {
+        let build = self.state().builds.iter().find(|build| build.id == id).cloned()?;
+        let progress = build.progress.subscribe();
+        let lines = futures::stream::unfold((progress, 0, Some(build)), |(mut progress, sent, keep)| async move {
+            loop {
+                let (fresh, ended) = {
+                    let now = progress.borrow_and_update();
+                    (now.lines.get(sent..).unwrap_or_default().to_vec(), !now.view.ended_at.is_empty())
+                };
+                if !fresh.is_empty() {
+                    let sent = sent + fresh.len();
+                    return Some((futures::stream::iter(fresh), (progress, sent, keep)));
+                }
+                if ended || progress.changed().await.is_err() {
+                    return None;
+                }
+            }
+        });
+        Some(lines.flatten().boxed())
+    }
+
+    fn running(&self, name: &str) -> Option<Arc<Building>> {
+        self.state().builds.iter().find(|build| build.name == name && build.is_running()).cloned()
+    }
+
+    /// Joins the running build of this template, or begins one.
+    fn begin(&self, name: &str) -> (Arc<Building>, bool) {
+        let mut state = self.state();
+        if let Some(running) = state.builds.iter().find(|build| build.name == name && build.is_running()) {
+            return (Arc::clone(running), false);
+        }
+        let view = Build {
+            id: SandboxId::new().to_string(),
+            name: name.into(),
+            status: "running".into(),
+            error: String::new(),
+            started_at: rfc3339(OffsetDateTime::now_utc()),
+            ended_at: String::new(),
+            step: String::new(),
+        };
+        let id = view.id.clone();
+        let progress = watch::Sender::new(Progress { view, lines: Vec::new() });
+        let build = Arc::new(Building { id, name: name.into(), progress });
+        state.builds.push_back(Arc::clone(&build));
+        while state.builds.len() > BUILDS_KEPT && !state.builds[0].is_running() {
+            state.builds.pop_front();
+        }
+        (build, true)
+    }
+}
+
+impl Inner {
+    /// A baked template, or what to do about it.
+    pub(super) async fn baked(self: &Arc<Self>, name: &TemplateName) -> Result<Arc<Baked>> {
+        if let Some(baked) = self.templates.state().baked.get(name.as_str()) {
+            return Ok(Arc::clone(baked));
+        }
+        let Some(spec) = keiki_image::template(name.as_str()) else {
+            let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
+            return Err(Error::NotFound(format!("no template {name}; there are: {}", known.join(", "))));
+        };
+        if self.templates.running(name.as_str()).is_none() {
+            self.build_template(BuildTemplate { name: spec.name.into(), ..BuildTemplate::default() }).await?;
+        }
+        Err(Error::Busy {
+            why: format!("template {name} is being built; `keiki template build {name}` shows how far it is"),
+            retry_after: RETRY_AFTER,
+        })
+    }
+
+    pub(super) async fn templates_view(&self) -> Result<Vec<Template>> {
+        let mut all: Vec<Template> = self.records.all::<TemplateRecord>().await?.iter().map(view).collect();
+        for spec in keiki_image::templates() {
+            if !all.iter().any(|template| template.name == spec.name) {
+                all.push(missing(spec));
+            }
+        }
+        for template in &mut all {
+            if self.templates.running(&template.name).is_some() {
+                template.status = "building".into();
+            }
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    pub(super) async fn build_template(self: &Arc<Self>, request: BuildTemplate) -> Result<Build> {
+        let name: TemplateName = request.name.parse().map_err(|error| Error::Invalid(format!("name: {error}")))?;
+        let spec = keiki_image::template(name.as_str()).ok_or_else(|| {
+            let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
+            Error::NotFound(format!("no template {name} to build; there are: {}", known.join(", ")))
+        })?;
+        let shape = request::build_shape(&request, spec.shape)?;
+        let (build, is_new) = self.templates.begin(spec.name);
+        if is_new {
+            let (node, build) = (Arc::clone(self), Arc::clone(&build));
+            tokio::spawn(async move {
+                let done = node.build(spec, shape, request.force, &build).await;
+                build.update(|progress| {
+                    progress.view.ended_at = rfc3339(OffsetDateTime::now_utc());
+                    match done {
+                        Ok(()) => progress.view.status = "done".into(),
+                        Err(error) => {
+                            tracing::error!(template = spec.name, error = &error as &dyn std::error::Error, "build failed");
+                            progress.view.status = "failed".into();
+                            progress.view.error = sentence(&error);
+                            progress.lines.push(format!("failed: {}", sentence(&error)));
+                        }
+                    }
+                });
+            });
+        }
+        let now = build.progress.borrow().view.clone();
+        Ok(now)
+    }
+
+    async fn build(
+        self: &Arc<Self>,
+        spec: &'static TemplateSpec,
+        shape: Shape,
+        force: bool,
+        build: &Arc<Building>,
+    ) -> Result<()> {
+        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
+        let (guest, say) = (self.config.guest_binary.clone(), Arc::clone(build));
+        let parts = tokio::task::spawn_blocking(move || {
+            let builder = Builder::new(cache, Arc::new(move |line: &str| say.say(line))).refresh(force);
+            let recipe = keiki_image::RootfsSpec { disk_mib: shape.disk_mib, ..spec.rootfs() };
+            builder.template(&recipe, &guest)
+        });
+        let parts = parts
+            .await
+            .map_err(|cause| Error::internal("the build was interrupted", cause))?
+            .map_err(|cause| Error::internal(format!("template {} cannot be built", spec.name), cause))?;
+        let version = version_of(&parts.digest, shape, &self.engine_version);
+        let current = self.templates.state().baked.get(spec.name).map(|baked| baked.record.version.clone());
+        if current.as_deref() == Some(&version) && !force {
+            build.say("nothing to do: it is baked from exactly this already");
+            return Ok(());
+        }
+        build.update(|progress| progress.view.status = "baking".into());
+        // A forced rebake of the same contents is another bake all the same.
+        let version = if current.as_deref() == Some(&version) {
+            format!("{version}-{}", OffsetDateTime::now_utc().unix_timestamp())
+        } else {
+            version
+        };
+        let dir = self.store.template(spec.name, &version);
+        self.store.remove(dir.clone()).await?;
+        let baked = self.bake(spec, shape, &version, &parts, &dir, build).await;
+        match baked {
+            Ok(record) => self.install_template(record, build).await,
+            Err(error) => {
+                self.store.remove(dir).await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Boots the machine once, and freezes it when its guest says it is ready.
+    async fn bake(
+        &self,
+        spec: &TemplateSpec,
+        shape: Shape,
+        version: &str,
+        parts: &keiki_image::Template,
+        dir: &Path,
+        build: &Building,
+    ) -> Result<TemplateRecord> {
+        let _ticket = self.admission.admit(shape, 1)?;
+        self.check_free((u64::from(shape.memory_mib) << 20) + (1 << 30))?;
+        build.say("bake: copying the root disk to the store");
+        let scratch = self.store.scratch();
+        make_dir(&scratch)?;
+        let disk = scratch.join("root.raw");
+        let (from, to) = (parts.rootfs.raw.clone(), disk.clone());
+        tokio::task::spawn_blocking(move || keiki_sys::sparse::copy(&from, &to))
+            .await
+            .map_err(|cause| Error::internal("the copy was interrupted", cause))?
+            .map_err(|cause| Error::internal("the root disk cannot be copied to the store", cause))?;
+
+        let id = SandboxId::new();
+        let (slot, resources) = self.ground(id).await?;
+        let boot = BootSpec {
+            shape,
+            kernel: parts.kernel.bzimage.clone(),
+            initrd: parts.initramfs.clone(),
+            disk,
+            cmdline: String::new(),
+        };
+        build.say("bake: cold boot");
+        let mut clock = Clock::start();
+        let machine = match self.engine.boot(&boot, resources).await {
+            Ok(machine) => machine,
+            Err(error) => {
+                self.clear_ground(id, Some(slot)).await;
+                self.store.remove(scratch).await?;
+                return Err(engine_error("the template cannot be booted", error));
+            }
+        };
+        let record = async {
+            let generation = self.records.generation().await?;
+            let guest = self.wait_ready(machine.as_ref(), generation).await?;
+            let cold_boot = clock.lap("cold_boot");
+            build.say(&format!("bake: guest ready after {:.0} ms; warming", ms(cold_boot)));
+            self.warm(&guest).await?;
+            guest.flush().await?;
+            guest.freeze_user().await?;
+            make_dir(dir)?;
+            let image = self.engine.image(dir, shape).await;
+            let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
+            let (frozen, _) =
+                machine.freeze(image).await.map_err(|error| engine_error("the template cannot be frozen", error))?;
+            build.say("bake: writing the snapshot");
+            self.persist(frozen.as_ref()).await?;
+            Ok(TemplateRecord {
+                name: spec.name.into(),
+                version: version.into(),
+                shape,
+                created_at: OffsetDateTime::now_utc(),
+                size_bytes: tree_bytes(dir),
+                description: spec.description.into(),
+                generation,
+                engine: self.engine.kind(),
+                cold_boot_ms: ms(cold_boot),
+            })
+        };
+        let record = match record.await {
+            Ok(record) => Ok(record),
+            Err(error) => Err(with_console(error, machine.as_ref()).await),
+        };
+        self.end_machine(id, machine.as_ref(), Some(slot)).await;
+        self.store.remove(scratch).await?;
+        record
+    }
+
+    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<GuestLink> {
+        let ready = async {
+            loop {
+                // Until the kernel is up nobody answers: each attempt is bounded by itself.
+                let link = GuestLink::connect(&machine.agent_socket(), generation).await;
+                if let Ok(link) = link {
+                    let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
+                    if info.is_ok_and(|info| info.ready) {
+                        return link;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            link = ready => Ok(link),
+            how = machine.ended() => {
+                Err(Error::internal("the guest ended while it booted", anyhow::anyhow!(how)))
+            }
+            () = tokio::time::sleep(BOOT_LIMIT) => {
+                let cause = anyhow::anyhow!("its agent did not answer within {} s", BOOT_LIMIT.as_secs());
+                Err(Error::internal("the guest did not become ready", cause))
+            }
+        }
+    }
+
+    async fn warm(&self, guest: &GuestLink) -> Result<()> {
+        for line in WARM {
+            let spec = ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
+            let run = async {
+                let mut events = guest.client().await.exec(spec).await?.into_inner();
+                while let Some(event) = events.message().await? {
+                    if let Some(Event::Exit(exit)) = event.event {
+                        anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
+                        return Ok(());
+                    }
+                }
+                anyhow::bail!("the guest stopped answering")
+            };
+            let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
+            done.map_err(|cause| Error::internal("the guest could not be warmed", cause))?;
+        }
+        Ok(())
+    }
+
+    async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {
+        let dir = self.store.template(&record.name, &record.version);
+        let frozen = self.load(&dir).await?;
+        self.records.put(vec![record.clone()]).await?;
+        build.say(&format!("done: {} version {}", record.name, record.version));
+        let baked = Baked::new(record.clone(), frozen);
+        let old = self.templates.state().baked.insert(record.name.clone(), Arc::clone(&baked));
+        if let Some(old) = old {
+            self.retire(&old).await?;
+        }
+        self.refill(&baked);
+        Ok(())
+    }
+
+    /// Ends the places of a template version and removes its files; machines made from it live on.
+    async fn retire(&self, old: &Baked) -> Result<()> {
+        self.close_places(old).await;
+        self.store.remove(self.store.template(&old.record.name, &old.record.version)).await
+    }
+
+    async fn close_places(&self, baked: &Baked) {
+        let ready = {
+            let mut places = baked.places();
+            places.closed = true;
+            std::mem::take(&mut places.ready)
+        };
+        for place in ready {
+            self.vacate(place).await;
+        }
+    }
+
+    /// Ends all places that wait, for a node that stops.
+    pub(super) async fn close_all_places(&self) {
+        let all: Vec<_> = self.templates.state().baked.values().cloned().collect();
+        for baked in all {
+            self.close_places(&baked).await;
+        }
+    }
+
+    pub(super) async fn delete_template(&self, name: &TemplateName) -> Result<()> {
+        if self.templates.running(name.as_str()).is_some() {
+            return Err(Error::Conflict(format!("template {name} is being built")));
+        }
+        let baked = self.templates.state().baked.remove(name.as_str());
+        let baked = baked.ok_or_else(|| Error::NotFound(format!("no template {name}")))?;
+        self.records.remove::<TemplateRecord>(vec![name.as_str().into()]).await?;
+        self.retire(&baked).await
+    }
+
+    /// Opens a recorded template at start. One that cannot be used here any more (another engine version, a
+    /// damaged file) is forgotten: it will be baked anew when it is wanted.
+    pub(super) async fn open_template(self: &Arc<Self>, record: TemplateRecord) -> Result<()> {
+        match self.load(&self.store.template(&record.name, &record.version)).await {
+            Ok(frozen) => {
+                let baked = Baked::new(record.clone(), frozen);
+                self.templates.state().baked.insert(record.name, Arc::clone(&baked));
+                self.refill(&baked);
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(template = record.name, error = &error as &dyn std::error::Error, "must be baked anew");
+                self.records.remove::<TemplateRecord>(vec![record.name.clone()]).await?;
+                self.store.remove(self.store.template(&record.name, &record.version)).await
+            }
+        }
+    }
+
+    /// Prepares places in the background until there are as many as configured.
+    pub(super) fn refill(self: &Arc<Self>, baked: &Arc<Baked>) {
+        let missing = {
+            let mut places = baked.places();
+            if places.closed {
+                return;
+            }
+            let missing = self.config.seats_ahead.saturating_sub(places.ready.len() + places.making);
+            places.making += missing;
+            missing
+        };
+        if missing == 0 {
+            return;
+        }
+        let (node, baked) = (Arc::clone(self), Arc::clone(baked));
+        tokio::spawn(async move {
+            tokio::time::sleep(REFILL_PAUSE).await;
+            for _ in 0..missing {
+                let place = node.place(SandboxId::new(), baked.frozen.image()).await;
+                let unwanted = {
+                    let mut places = baked.places();
+                    places.making -= 1;
+                    match place {
+                        Ok(place) if places.closed => Some(place),
+                        Ok(place) => {
+                            places.ready.push_back(place);
+                            None
+                        }
+                        Err(error) => {
+                            tracing::warn!(error = &error as &dyn std::error::Error, "no place could be prepared ahead");
+                            None
+                        }
+                    }
+                };
+                if let Some(place) = unwanted {
+                    node.vacate(place).await;
+                }
+            }
+        });
+    }
+}
+
+/// The error and what led to it, in one line: a build's log is all its user has.
+fn sentence(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text
+}
+
+fn version_of(digest: &str, shape: Shape, engine: &str) -> String {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    // The digest names the contents; what else decides whether a bake can be reused is folded in.
+    let mut hasher = DefaultHasher::new();
+    (digest, shape, engine).hash(&mut hasher);
+    let contents: String = digest.chars().take(12).collect();
+    format!("{contents}-{:08x}", hasher.finish() >> 32)
+}
+
+fn view(record: &TemplateRecord) -> Template {
+    Template {
+        name: record.name.clone(),
+        version: record.version.clone(),
+        cpu: record.shape.vcpus,
+        memory_mb: record.shape.memory_mib,
+        disk_mb: record.shape.disk_mib,
+        size_bytes: record.size_bytes,
+        status: "ready".into(),
+        description: record.description.clone(),
+        created_at: rfc3339(record.created_at),
+    }
+}
+
+fn missing(spec: &TemplateSpec) -> Template {
+    Template {
+        name: spec.name.into(),
+        version: String::new(),
+        cpu: spec.shape.vcpus,
+        memory_mb: spec.shape.memory_mib,
+        disk_mb: spec.shape.disk_mib,
+        size_bytes: 0,
+        status: "missing".into(),
+        description: spec.description.into(),
+        created_at: String::new(),
+    }
+}

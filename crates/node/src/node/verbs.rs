@@ -1,0 +1,316 @@
+//! The verbs that thaw or end machines: create, restore, wake, pause, resume, delete, promote.
+
+use super::{
+    Inner,
+    freeze::released_timings,
+    machine::{Individual, Place, engine_error},
+    request,
+};
+use crate::{
+    clock::Clock,
+    error::{Error, Result},
+    lifecycle::{Decision, Verb},
+    records::{SandboxRecord, SnapshotRecord},
+    sandbox::{Begin, Live, Sandbox, Use},
+};
+use keiki_engine::Frozen;
+use keiki_types::{
+    Origin, SandboxId, SnapshotId, Status, TemplateName,
+    api::{self, CreateSandbox, Promote, Promoted},
+};
+use std::{collections::BTreeMap, sync::Arc};
+use time::OffsetDateTime;
+
+/// Space that a restored machine needs before it writes anything of its own.
+const RESTORE_DISK_BYTES: u64 = 16 << 20;
+
+impl Inner {
+    pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
+        let mut clock = Clock::start();
+        let ttl_seconds = request::ttl(asked.ttl_seconds, request::DEFAULT_TTL)?;
+        let metadata = request::metadata(asked.metadata.clone().unwrap_or_default())?;
+        let base = SandboxRecord {
+            id: SandboxId::new(),
+            template: String::new(),
+            template_version: String::new(),
+            shape: keiki_types::Shape { vcpus: 0, memory_mib: 0, disk_mib: 0 },
+            status: Status::Creating,
+            created_at: OffsetDateTime::now_utc(),
+            metadata,
+            from_snapshot: None,
+            parent_sandbox_id: None,
+            parent_snapshot_id: None,
+            origin: Origin::Create,
+            boot_ms: 0,
+            persistent: asked.persistent.unwrap_or(false),
+            ttl_seconds,
+            generation: 0,
+            engine: self.engine.kind(),
+            slot: None,
+            timings: None,
+            error: None,
+        };
+        match &asked.from_snapshot {
+            Some(id) => {
+                let id = id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
+                let snapshot = self.snapshot_record(id).await?;
+                request::shape(&asked, &snapshot.template, snapshot.shape)?;
+                self.check_free(RESTORE_DISK_BYTES)?;
+                let record = SandboxRecord {
+                    template: snapshot.template,
+                    template_version: snapshot.template_version,
+                    shape: snapshot.shape,
+                    from_snapshot: Some(id),
+                    parent_snapshot_id: Some(id),
+                    origin: Origin::Restore,
+                    ..base
+                };
+                let frozen = self.load(&self.store.snapshot(id)).await?;
+                clock.lap("load");
+                self.bring_up(record, frozen.as_ref(), None, &mut clock).await
+            }
+            None => {
+                let name = asked.template.as_deref().unwrap_or("base");
+                let name: TemplateName = name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
+                let baked = self.baked(&name).await?;
+                request::shape(&asked, name.as_str(), baked.record.shape)?;
+                self.check_free(RESTORE_DISK_BYTES)?;
+                let record = SandboxRecord {
+                    template: baked.record.name.clone(),
+                    template_version: baked.record.version.clone(),
+                    shape: baked.record.shape,
+                    ..base
+                };
+                let place = baked.take_place();
+                let record = SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
+                clock.lap("admit");
+                let made = self.bring_up(record, baked.frozen.as_ref(), place, &mut clock).await;
+                self.refill(&baked);
+                made
+            }
+        }
+    }
+
+    /// Records, thaws, releases, records. A failed attempt leaves nothing.
+    async fn bring_up(
+        self: &Arc<Self>,
+        record: SandboxRecord,
+        frozen: &dyn Frozen,
+        place: Option<Place>,
+        clock: &mut Clock,
+    ) -> Result<api::Sandbox> {
+        let prepared = async {
+            let ticket = self.admission.admit(record.shape, 1)?.pop();
+            let ticket = ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
+            let generation = self.records.generation().await?;
+            let record = SandboxRecord { generation, ..record };
+            self.records.put(vec![record.clone()]).await?;
+            Ok((ticket, record))
+        };
+        let (ticket, record) = match prepared.await {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                if let Some(place) = place {
+                    self.vacate(place).await;
+                }
+                return Err(error);
+            }
+        };
+        clock.lap("record");
+        let made = async {
+            let place = match place {
+                Some(place) => place,
+                None => self.place(record.id, frozen.image()).await?,
+            };
+            clock.lap("place");
+            let who = Individual { origin: record.origin, generation: record.generation };
+            self.thaw(frozen, place, who, ticket, clock).await
+        };
+        match made.await {
+            Ok(live) => self.come_up(record, live, clock).await,
+            Err(error) => {
+                self.forget(&[record]).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn come_up(self: &Arc<Self>, record: SandboxRecord, live: Live, clock: &mut Clock) -> Result<api::Sandbox> {
+        let record = SandboxRecord {
+            status: Status::Running,
+            slot: live.slot_index(),
+            boot_ms: u64::try_from(clock.elapsed().as_millis()).unwrap_or(u64::MAX),
+            timings: Some(released_timings(clock, None)),
+            ..record
+        };
+        if let Err(error) = self.records.put(vec![record.clone()]).await {
+            self.end_live(record.id, &live).await;
+            self.forget(&[record]).await;
+            return Err(error);
+        }
+        clock.lap("record");
+        super::log_done(record.origin.as_str(), &record.id.to_string(), &clock.timings());
+        Ok(self.adopt_live(record, live).view())
+    }
+
+    pub(super) async fn wake(self: &Arc<Self>, id: SandboxId) -> Result<api::Sandbox> {
+        let sandbox = self.sandbox(id)?;
+        let _verb = sandbox.verb.lock().await;
+        if sandbox.decide(Verb::Wake)? == Decision::Go {
+            self.wake_locked(&sandbox).await?;
+        }
+        Ok(sandbox.view())
+    }
+
+    /// Wakes a hibernated sandbox; call with its verb held. On error it stays hibernated.
+    pub(super) async fn wake_locked(self: &Arc<Self>, sandbox: &Arc<Sandbox>) -> Result<()> {
+        let mut clock = Clock::start();
+        let record = sandbox.record();
+        let ticket = self.admission.admit(record.shape, 1)?.pop();
+        let ticket = ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
+        self.check_free(RESTORE_DISK_BYTES)?;
+        let source = self.store.hibernated(record.id, record.generation);
+        let frozen = self.load(&source).await?;
+        let generation = self.records.generation().await?;
+        let place = self.place(record.id, frozen.image()).await?;
+        let who = Individual { origin: Origin::Wake, generation };
+        let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
+        let woken = SandboxRecord {
+            status: Status::Running,
+            origin: Origin::Wake,
+            generation,
+            slot: live.slot_index(),
+            boot_ms: u64::try_from(clock.elapsed().as_millis()).unwrap_or(u64::MAX),
+            timings: Some(released_timings(&clock, None)),
+            ..record
+        };
+        if let Err(error) = self.records.put(vec![woken.clone()]).await {
+            self.end_live(woken.id, &live).await;
+            return Err(error);
+        }
+        self.store.remove(source).await?;
+        super::log_done("wake", &woken.id.to_string(), &clock.timings());
+        let live = Arc::new(live);
+        sandbox.set_live(Some(Arc::clone(&live)), |record| *record = woken);
+        self.watch(Arc::clone(sandbox), live);
+        Ok(())
+    }
+
+    pub(super) async fn pause(self: &Arc<Self>, id: SandboxId) -> Result<api::Sandbox> {
+        let sandbox = self.sandbox(id)?;
+        let _verb = sandbox.verb.lock().await;
+        if sandbox.decide(Verb::Pause)? == Decision::Go {
+            let live = self.machine_of(&sandbox)?;
+            // In the order of a freeze, so that a paused machine can be copied like a frozen one.
+            live.guest.flush().await?;
+            live.guest.freeze_user().await?;
+            if let Err(error) = live.machine.pause().await {
+                live.guest.thaw_user().await?;
+                return Err(engine_error("the machine cannot be paused", error));
+            }
+            self.settle(&sandbox, Status::Paused).await?;
+        }
+        Ok(sandbox.view())
+    }
+
+    pub(super) async fn resume(self: &Arc<Self>, id: SandboxId) -> Result<api::Sandbox> {
+        let sandbox = self.sandbox(id)?;
+        let _verb = sandbox.verb.lock().await;
+        if sandbox.decide(Verb::Resume)? == Decision::Go {
+            let live = self.machine_of(&sandbox)?;
+            live.machine.resume().await.map_err(|error| engine_error("the machine cannot be resumed", error))?;
+            live.guest.thaw_user().await?;
+            self.settle(&sandbox, Status::Running).await?;
+        }
+        Ok(sandbox.view())
+    }
+
+    async fn settle(&self, sandbox: &Sandbox, status: Status) -> Result<()> {
+        let record = sandbox.update(|record| record.status = status);
+        sandbox.touch();
+        self.records.put(vec![record]).await
+    }
+
+    pub(super) async fn delete(&self, id: SandboxId) -> Result<()> {
+        let sandbox = self.sandbox(id)?;
+        let _verb = sandbox.verb.lock().await;
+        sandbox.decide(Verb::Delete)?;
+        sandbox.update(|record| record.status = Status::Stopping);
+        self.delete_claimed(&sandbox).await
+    }
+
+    /// Deletes a sandbox that is already `stopping`; call with its verb held.
+    pub(super) async fn delete_claimed(&self, sandbox: &Sandbox) -> Result<()> {
+        let mut clock = Clock::start();
+        let record = sandbox.record();
+        // Removed from the records first: a crash from here on finishes the removal at the next start.
+        self.records.remove::<SandboxRecord>(vec![record.id.to_string()]).await?;
+        clock.lap("record");
+        if let Some(live) = sandbox.live() {
+            self.end_live(record.id, &live).await;
+        } else {
+            self.clear_ground(record.id, None).await;
+        }
+        sandbox.set_live(None, |record| record.status = Status::Deleted);
+        self.store.remove(self.store.hibernated(record.id, record.generation)).await?;
+        self.unlist(record.id);
+        clock.lap("stop");
+        super::log_done("delete", &record.id.to_string(), &clock.timings());
+        Ok(())
+    }
+
+    pub(super) async fn promote(&self, id: SandboxId, promote: Promote) -> Result<Promoted> {
+        let winner = self.sandbox(id)?.record();
+        let tree_id = promote.tree_id.or_else(|| winner.metadata.get("fork_tree_id").cloned());
+        let tree_id = tree_id.ok_or_else(|| {
+            Error::Invalid(format!("tree_id: sandbox {id} is no child of a fork-tree, so the tree must be named"))
+        })?;
+        let (mut deleted, mut failures) = (Vec::new(), BTreeMap::new());
+        if promote.cleanup_siblings {
+            for sibling in self.sandboxes() {
+                let in_tree = sibling.record().metadata.get("fork_tree_id") == Some(&tree_id);
+                if in_tree && sibling.id != id {
+                    match self.delete(sibling.id).await {
+                        Ok(()) => deleted.push(sibling.id),
+                        Err(error) => drop(failures.insert(sibling.id.to_string(), error.to_string())),
+                    }
+                }
+            }
+        }
+        Ok(Promoted { winner: id, tree_id, deleted, failures })
+    }
+
+    pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        self.snapshot_record(id).await?;
+        self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
+        self.store.remove(self.store.snapshot(id)).await
+    }
+
+    pub(super) async fn snapshot_record(&self, id: SnapshotId) -> Result<SnapshotRecord> {
+        let record = self.records.get(&id.to_string()).await?;
+        record.ok_or_else(|| Error::NotFound(format!("no snapshot {id}")))
+    }
+
+    pub(super) async fn load(&self, dir: &std::path::Path) -> Result<Arc<dyn Frozen>> {
+        self.engine.load(dir).await.map_err(|error| engine_error("the snapshot cannot be loaded", error))
+    }
+
+    fn machine_of(&self, sandbox: &Sandbox) -> Result<Arc<Live>> {
+        sandbox.live().ok_or_else(|| Error::Conflict(format!("sandbox {} has no machine", sandbox.id)))
+    }
+
+    /// Begins a use of a sandbox, waking it if need be.
+    pub(crate) async fn begin(self: &Arc<Self>, id: SandboxId) -> Result<Use> {
+        let sandbox = self.sandbox(id)?;
+        loop {
+            match sandbox.begin()? {
+                Begin::Go(using) => return Ok(using),
+                Begin::Wait => drop(sandbox.verb.lock().await),
+                Begin::WakeFirst => {
+                    let waking = Arc::clone(self);
+                    super::to_the_end(async move { waking.wake(id).await }).await?;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! What the node must still know after a crash: sandboxes, snapshots, templates, and the generation counter.
+//!
+//! One SQLite file. A row is an id, a few columns to find it by, and the record as JSON. Every write is
+//! durable when it returns.
+
+use crate::error::{Error, Result};
+use keiki_types::{
+    EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
+    api::{self, Timings},
+};
+use rusqlite::{Connection, OptionalExtension, params};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+
+/// Generations are taken from the database in blocks: one durable write serves this many individuals.
+const GENERATION_BLOCK: u64 = 1024;
+
+/// A sandbox as recorded.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct SandboxRecord {
+    /// Id.
+    pub id: SandboxId,
+    /// Template of the lineage.
+    pub template: String,
+    /// Its version.
+    pub template_version: String,
+    /// Shape.
+    pub shape: Shape,
+    /// State.
+    pub status: Status,
+    /// When it was made.
+    #[serde(with = "time::serde::rfc3339")]
+    pub created_at: OffsetDateTime,
+    /// Labels.
+    pub metadata: BTreeMap<String, String>,
+    /// Restored from.
+    pub from_snapshot: Option<SnapshotId>,
+    /// Forked from.
+    pub parent_sandbox_id: Option<SandboxId>,
+    /// Nearest snapshot in its ancestry.
+    pub parent_snapshot_id: Option<SnapshotId>,
+    /// How it came to be.
+    pub origin: Origin,
+    /// Request to released.
+    pub boot_ms: u64,
+    /// Hibernate rather than delete.
+    pub persistent: bool,
+    /// Idle seconds it may live.
+    pub ttl_seconds: u64,
+    /// Number of this individual.
+    pub generation: u64,
+    /// What runs it.
+    pub engine: EngineKind,
+    /// Its network slot, while it has a machine.
+    pub slot: Option<u16>,
+    /// Steps that made it.
+    pub timings: Option<Timings>,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+/// A snapshot as recorded.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct SnapshotRecord {
+    /// Id.
+    pub id: SnapshotId,
+    /// Of which sandbox.
+    pub sandbox_id: SandboxId,
+    /// Template of the lineage.
+    pub template: String,
+    /// Its version.
+    pub template_version: String,
+    /// Shape.
+    pub shape: Shape,
+    /// When.
+    #[serde(with = "time::serde::rfc3339")]
+    pub created_at: OffsetDateTime,
+    /// Bytes in its files.
+    pub size_bytes: u64,
+    /// Nearest snapshot in its ancestry.
+    pub parent_snapshot_id: Option<SnapshotId>,
+    /// Generation of the machine it was taken of.
+    pub generation: u64,
+    /// Engine that can restore it.
+    pub engine: EngineKind,
+    /// Labels at that time.
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl SnapshotRecord {
+    /// As the API shows it.
+    #[must_use]
+    pub fn view(&self) -> api::Snapshot {
+        api::Snapshot {
+            id: self.id,
+            sandbox_id: self.sandbox_id,
+            template: self.template.clone(),
+            template_version: self.template_version.clone(),
+            size_bytes: self.size_bytes,
+            created_at: rfc3339(self.created_at),
+            shape: self.shape,
+            parent_snapshot_id: self.parent_snapshot_id,
+            engine: self.engine,
+            metadata: self.metadata.clone(),
+            timings: None,
+        }
+    }
+}
+
+/// A baked template as recorded.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct TemplateRecord {
+    /// Name.
+    pub name: String,
+    /// Content digest; also the name of its directory.
+    pub version: String,
+    /// Shape.
+    pub shape: Shape,
+    /// When it was baked.
+    #[serde(with = "time::serde::rfc3339")]
+    pub created_at: OffsetDateTime,
+    /// Bytes in its files.
+    pub size_bytes: u64,
+    /// What it holds.
+    pub description: String,
+    /// Generation of the machine it was baked from.
+    pub generation: u64,
+    /// Engine that can restore it.
+    pub engine: EngineKind,
+    /// Cold boot to ready when it was baked, in ms.
+    pub cold_boot_ms: f64,
+}
+
+/// The database. Cheap to clone.
+#[derive(Clone)]
+pub struct Records {
+    inner: Arc<Mutex<Inner>>,
+}
+
+struct Inner {
+    connection: Connection,
+    next_generation: u64,
+    reserved_until: u64,
+}
+
+/// Something with a table.
+pub trait Row: Serialize + DeserializeOwned + Send + 'static {
+    /// Its table.
+    const TABLE: &'static str;
+    /// Its key.
+    fn key(&self) -> String;
+}
+
+impl Row for SandboxRecord {
+    const TABLE: &'static str = "sandboxes";
+    fn key(&self) -> String {
+        self.id.to_string()
+    }
+}
+
+impl Row for SnapshotRecord {
+    const TABLE: &'static str = "snapshots";
+    fn key(&self) -> String {
+        self.id.to_string()
+    }
+}
+
+impl Row for TemplateRecord {
+    const TABLE: &'static str = "templates";
+    fn key(&self) -> String {
+        self.name.clone()
+    }
+}
+
+impl Records {
+    /// Opens or makes the file.
+    ///
+    /// # Errors
+    /// If it cannot be opened, is damaged, or was written by a newer version.
+    pub fn open(path: &Path) -> Result<Self> {
+        let open = || -> anyhow::Result<Inner> {
+            let connection = Connection::open(path)?;
+            connection.pragma_update(None, "journal_mode", "WAL")?;
+            connection.pragma_update(None, "synchronous", "FULL")?;
+            let version: i64 = connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
+            anyhow::ensure!(version <= 1, "it was written by a newer version of keiki (schema {version})");
+            connection.execute_batch(
+                "CREATE TABLE IF NOT EXISTS sandboxes (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
+                 CREATE TABLE IF NOT EXISTS snapshots (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
+                 CREATE TABLE IF NOT EXISTS templates (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
+                 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+                 PRAGMA user_version = 1;",
+            )?;
+            let used: Option<i64> = connection
+                .query_row("SELECT value FROM counters WHERE name = 'generation'", [], |row| row.get(0))
+                .optional()?;
+            let next = u64::try_from(used.unwrap_or(0))? + 1;
+            Ok(Inner { connection, next_generation: next, reserved_until: next - 1 })
+        };
+        let inner = open()
+            .map_err(|cause| Error::internal(format!("cannot open the records in {}", path.display()), cause))?;
+        Ok(Self { inner: Arc::new(Mutex::new(inner)) })
+    }
+
+    /// Writes records, all or none.
+    ///
+    /// # Errors
+    /// If the database cannot be written.
+    pub async fn put<R: Row>(&self, rows: Vec<R>) -> Result<()> {
+        self.run(move |inner| {
+            let transaction = inner.connection.transaction()?;
+            for row in &rows {
+                let doc = serde_json::to_string(row)?;
+                transaction.execute(
+                    &format!("INSERT OR REPLACE INTO {} (key, doc) VALUES (?1, ?2)", R::TABLE),
+                    params![row.key(), doc],
+                )?;
+            }
+            transaction.commit()?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// Removes records, all or none. Missing ones are no error.
+    ///
+    /// # Errors
+    /// If the database cannot be written.
+    pub async fn remove<R: Row>(&self, keys: Vec<String>) -> Result<()> {
+        self.run(move |inner| {
+            let transaction = inner.connection.transaction()?;
+            for key in &keys {
+                transaction.execute(&format!("DELETE FROM {} WHERE key = ?1", R::TABLE), [key])?;
+            }
+            transaction.commit()?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// All records of a kind, in the order of their keys.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn all<R: Row>(&self) -> Result<Vec<R>> {
+        self.run(move |inner| {
+            let mut statement =
+                inner.connection.prepare(&format!("SELECT doc FROM {} ORDER BY key", R::TABLE))?;
+            let docs = statement.query_map([], |row| row.get::<_, String>(0))?;
+            docs.map(|doc| Ok(serde_json::from_str(&doc?)?)).collect()
+        })
+        .await
+    }
+
+    /// One record.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
+        let key = key.to_owned();
+        self.run(move |inner| {
+            let doc: Option<String> = inner
+                .connection
+                .query_row(&format!("SELECT doc FROM {} WHERE key = ?1", R::TABLE), [key], |row| row.get(0))
+                .optional()?;
+            Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
+        })
+        .await
+    }
+
+    /// A generation that no individual of this node has had or will have, greater than all before it.
+    ///
+    /// # Errors
+    /// If the database cannot be written.
+    pub async fn generation(&self) -> Result<u64> {
+        self.run(|inner| {
+            if inner.next_generation > inner.reserved_until {
+                let until = inner.next_generation + GENERATION_BLOCK - 1;
+                inner.connection.execute(
+                    "INSERT OR REPLACE INTO counters (name, value) VALUES ('generation', ?1)",
+                    [i64::try_from(until)?],
+                )?;
+                inner.reserved_until = until;
+            }
+            inner.next_generation += 1;
+            Ok(inner.next_generation - 1)
+        })
+        .await
+    }
+
+    async fn run<T, F>(&self, work: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: FnOnce(&mut Inner) -> anyhow::Result<T> + Send + 'static,
+    {
+        let inner = Arc::clone(&self.inner);
+        let done = tokio::task::spawn_blocking(move || {
+            work(&mut inner.lock().unwrap_or_else(PoisonError::into_inner))
+        })
+        .await;
+        done.map_err(|cause| Error::internal("the record keeper failed", cause))?.map_err(|cause| {
+            match cause.downcast_ref::<rusqlite::Error>().and_then(rusqlite::Error::sqlite_error_code) {
+                Some(rusqlite::ErrorCode::DiskFull) => {
+                    Error::NoRoom("the disk with the node's records is full".into())
+                }
+                _ => Error::internal("the node's records cannot be read or written", cause),
+            }
+        })
+    }
+}
+
+/// RFC 3339, to the millisecond, in UTC.
+#[must_use]
+pub fn rfc3339(at: OffsetDateTime) -> String {
+    let at = at.replace_nanosecond(at.nanosecond() / 1_000_000 * 1_000_000).unwrap_or(at);
+    at.format(&Rfc3339).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Records, TemplateRecord};
+    use keiki_types::{EngineKind, Shape};
+    use time::OffsetDateTime;
+
+    fn template(name: &str) -> TemplateRecord {
+        TemplateRecord {
+            name: name.into(),
+            version: "v".into(),
+            shape: Shape { vcpus: 1, memory_mib: 256, disk_mib: 1024 },
+            created_at: OffsetDateTime::UNIX_EPOCH,
+            size_bytes: 1,
+            description: String::new(),
+            generation: 1,
+            engine: EngineKind::Qemu,
+            cold_boot_ms: 0.0,
+        }
+    }
+
+    #[tokio::test]
+    async fn records_survive_reopening() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("keiki.db");
+        let records = Records::open(&path)?;
+        records.put(vec![template("a"), template("b")]).await?;
+        records.remove::<TemplateRecord>(vec!["a".into(), "never".into()]).await?;
+        drop(records);
+        let records = Records::open(&path)?;
+        let names: Vec<_> = records.all::<TemplateRecord>().await?.into_iter().map(|t| t.name).collect();
+        assert_eq!(names, ["b"]);
+        assert!(records.get::<TemplateRecord>("a").await?.is_none());
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn generations_only_grow_also_across_crashes() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("keiki.db");
+        let mut last = 0;
+        for _ in 0..3 {
+            let records = Records::open(&path)?;
+            for _ in 0..1500 {
+                let next = records.generation().await?;
+                assert!(next > last);
+                last = next;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_newer_schema_is_refused() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("keiki.db");
+        drop(Records::open(&path)?);
+        rusqlite::Connection::open(&path)?.pragma_update(None, "user_version", 99)?;
+        assert!(Records::open(&path).is_err());
+        Ok(())
+    }
+}

@@ -1,0 +1,231 @@
+//! One sandbox in memory: its record, its machine while it has one, and who may do what to it when.
+//!
+//! Two locks, never held the other way round:
+//!
+//! - [`Sandbox::verb`] serialises the verbs that change what the sandbox is (pause, freeze, delete, ...).
+//! - `state` is held for moments: it decides, atomically, whether a use begins or the sweeper claims the
+//!   sandbox, so that a request that arrived first always wins.
+
+use crate::{
+    admission::Ticket,
+    error::{Error, Result},
+    guest::GuestLink,
+    lifecycle::{self, Decision, Sweep, Verb},
+    records::{SandboxRecord, rfc3339},
+};
+use keiki_engine::Machine;
+use keiki_net::Slot;
+use keiki_types::{SandboxId, Status, api};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// A sandbox that the node knows.
+pub struct Sandbox {
+    /// Id.
+    pub id: SandboxId,
+    /// Held by the one verb that is changing it.
+    pub verb: Arc<tokio::sync::Mutex<()>>,
+    state: Mutex<State>,
+}
+
+struct State {
+    record: SandboxRecord,
+    live: Option<Arc<Live>>,
+    in_flight: usize,
+    last_activity: Instant,
+    /// Its machine is about to be taken away (hibernation): new uses wait for the outcome.
+    leaving: bool,
+}
+
+/// The machine of a running or paused sandbox.
+pub struct Live {
+    /// What the engine runs.
+    pub machine: Box<dyn Machine>,
+    /// The way to its agent.
+    pub guest: GuestLink,
+    /// Its network; taken out once, when the machine has ended.
+    pub slot: Mutex<Option<Slot>>,
+    /// Its room on this host.
+    pub ticket: Ticket,
+}
+
+/// A use under way: as long as it exists the sandbox is not idle.
+pub struct Use {
+    sandbox: Arc<Sandbox>,
+    /// The machine it may use.
+    pub live: Arc<Live>,
+}
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        let mut state = self.sandbox.state();
+        state.in_flight = state.in_flight.saturating_sub(1);
+        state.last_activity = Instant::now();
+    }
+}
+
+/// What [`Sandbox::begin`] found.
+pub enum Begin {
+    /// Go ahead.
+    Go(Use),
+    /// It must be woken first.
+    WakeFirst,
+    /// It is being hibernated: ask again when its verb is done.
+    Wait,
+}
+
+impl Sandbox {
+    /// A sandbox as recorded, with its machine if it has one.
+    #[must_use]
+    pub fn new(record: SandboxRecord, live: Option<Arc<Live>>) -> Arc<Self> {
+        Arc::new(Self {
+            id: record.id,
+            verb: Arc::default(),
+            state: Mutex::new(State { record, live, in_flight: 0, last_activity: Instant::now(), leaving: false }),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The record now.
+    #[must_use]
+    pub fn record(&self) -> SandboxRecord {
+        self.state().record.clone()
+    }
+
+    /// The machine, if there is one.
+    #[must_use]
+    pub fn live(&self) -> Option<Arc<Live>> {
+        self.state().live.clone()
+    }
+
+    /// Begins a use (exec, files, terminal), atomically against the sweeper.
+    ///
+    /// # Errors
+    /// 409 in a state that cannot be used.
+    pub fn begin(self: &Arc<Self>) -> Result<Begin> {
+        let mut state = self.state();
+        if state.leaving {
+            return Ok(Begin::Wait);
+        }
+        match lifecycle::decide(state.record.status, Verb::Use) {
+            Decision::Go | Decision::Already => {
+                let live = state.live.clone().ok_or_else(|| self.refuse("has no machine"))?;
+                state.in_flight += 1;
+                state.last_activity = Instant::now();
+                drop(state);
+                Ok(Begin::Go(Use { sandbox: Arc::clone(self), live }))
+            }
+            Decision::WakeFirst => Ok(Begin::WakeFirst),
+            Decision::Refuse(why) => Err(self.refuse(why)),
+        }
+    }
+
+    /// What a verb may do now. Call with [`Sandbox::verb`] held.
+    ///
+    /// # Errors
+    /// 409 in a state that refuses it.
+    pub fn decide(&self, verb: Verb) -> Result<Decision> {
+        match lifecycle::decide(self.state().record.status, verb) {
+            Decision::Refuse(why) => Err(self.refuse(why)),
+            decision => Ok(decision),
+        }
+    }
+
+    /// If its time is up, claims it for the sweeper: from then on no use can begin.
+    #[must_use]
+    pub fn claim_if_idle(&self) -> Sweep {
+        let mut state = self.state();
+        let idle = u64::try_from(state.last_activity.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let record = &state.record;
+        let verdict =
+            lifecycle::sweep(record.status, idle, record.ttl_seconds, state.in_flight, record.persistent);
+        match verdict {
+            Sweep::Delete => state.record.status = Status::Stopping,
+            Sweep::Hibernate => state.leaving = true,
+            Sweep::Keep => {}
+        }
+        verdict
+    }
+
+    /// Changes the record, in memory; returns the new one to be written.
+    pub fn update(&self, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
+        let mut state = self.state();
+        change(&mut state.record);
+        state.record.clone()
+    }
+
+    /// Gives it a machine and a state at once.
+    pub fn set_live(&self, live: Option<Arc<Live>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
+        let mut state = self.state();
+        state.live = live;
+        state.last_activity = Instant::now();
+        change(&mut state.record);
+        state.record.clone()
+    }
+
+    /// From now on new uses wait: its machine is about to be taken away, or no longer.
+    pub fn set_leaving(&self, leaving: bool) {
+        self.state().leaving = leaving;
+    }
+
+    /// Counts as activity.
+    pub fn touch(&self) {
+        self.state().last_activity = Instant::now();
+    }
+
+    /// Since the last activity; zero while something is in flight.
+    #[must_use]
+    pub fn idle(&self) -> Duration {
+        let state = self.state();
+        if state.in_flight > 0 { Duration::ZERO } else { state.last_activity.elapsed() }
+    }
+
+    /// As the API shows it, without memory use.
+    #[must_use]
+    pub fn view(&self) -> api::Sandbox {
+        let idle = self.idle();
+        let state = self.state();
+        let record = &state.record;
+        let guest_ip = state.live.as_ref().and_then(|live| {
+            live.slot.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|slot| slot.outside().to_string())
+        });
+        api::Sandbox {
+            id: record.id,
+            template: record.template.clone(),
+            template_version: record.template_version.clone(),
+            cpu: record.shape.vcpus,
+            memory_mb: record.shape.memory_mib,
+            disk_mb: record.shape.disk_mib,
+            status: record.status,
+            guest_ip: guest_ip.unwrap_or_default(),
+            created_at: rfc3339(record.created_at),
+            metadata: record.metadata.clone(),
+            from_snapshot: record.from_snapshot,
+            boot_ms: record.boot_ms,
+            boot_mode: record.origin.as_str().into(),
+            persistent: record.persistent,
+            ttl_seconds: record.ttl_seconds,
+            idle_seconds: idle.as_secs(),
+            parent_sandbox_id: record.parent_sandbox_id,
+            parent_snapshot_id: record.parent_snapshot_id,
+            generation: record.generation,
+            engine: record.engine,
+            memory: None,
+            timings: record.timings.clone(),
+            error: record.error.clone(),
+        }
+    }
+
+    fn refuse(&self, why: &str) -> Error {
+        // The words that clients of the field match on start with "sandbox not running".
+        match why.strip_prefix("is not running") {
+            Some(rest) => Error::Conflict(format!("sandbox not running{rest}")),
+            None => Error::Conflict(format!("sandbox {} {why}", self.id)),
+        }
+    }
+}

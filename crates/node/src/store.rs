@@ -1,0 +1,297 @@
+//! Where everything lies on this node, and the file system it lies on.
+//!
+//! ```text
+//! <data>/keiki.db            records
+//! <data>/cache/              kernels and root disks, made from packages
+//! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
+//! <data>/store/
+//!     templates/<name>/<version>/   a baked machine
+//!     snapshots/<id>/               a snapshot
+//!     hibernated/<id>/              the snapshot a hibernated sandbox wakes from
+//!     sandboxes/<id>/               what a running machine owns (and hard links to what it shares)
+//!     scratch/                      half-made things; emptied at start
+//! <run>/<id>/                sockets of a running machine
+//! ```
+//!
+//! A directory counts only if a record names it: what no record names is removed at start.
+
+use crate::error::{Error, Result};
+use anyhow::Context;
+use keiki_types::{SandboxId, SnapshotId};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    process::Stdio,
+};
+
+/// A socket's path has at most 107 bytes; this much comes after the run directory.
+const LONGEST_SOCKET_SUFFIX: usize = 1 + 32 + 1 + 16;
+const LONGEST_SOCKET_PATH: usize = 107;
+/// Space that stays free for what must always succeed: records, logs, metadata of the file system.
+const RESERVE_BYTES: u64 = 256 << 20;
+
+/// The directories of a node.
+#[derive(Debug, Clone)]
+pub struct Store {
+    data: PathBuf,
+    root: PathBuf,
+    run: PathBuf,
+    /// We mounted an image of our own.
+    own_image: bool,
+}
+
+impl Store {
+    /// Makes what is missing, the file system with reflinks included.
+    ///
+    /// # Errors
+    /// If the places cannot be made or written, or a socket path would be too long.
+    pub async fn open(data: &Path, run: &Path, image_gib: Option<u64>) -> Result<Self> {
+        let made = Self::make(data, run, image_gib).await;
+        made.map_err(|cause| Error::internal(format!("cannot set up the store in {}", data.display()), cause))
+    }
+
+    async fn make(data: &Path, run: &Path, image_gib: Option<u64>) -> anyhow::Result<Self> {
+        let longest = run.as_os_str().len() + LONGEST_SOCKET_SUFFIX;
+        anyhow::ensure!(
+            longest <= LONGEST_SOCKET_PATH,
+            "the run directory {} is too long for sockets: use one of at most {} bytes",
+            run.display(),
+            LONGEST_SOCKET_PATH - LONGEST_SOCKET_SUFFIX
+        );
+        for dir in [data, run] {
+            fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        }
+        let root = data.join("store");
+        fs::create_dir_all(&root).with_context(|| format!("cannot create {}", root.display()))?;
+        let mut own_image = is_mount_point(&root)?;
+        if !own_image && !keiki_sys::reflink::supported(&root).unwrap_or(false) {
+            mount_own_image(data, &root, image_gib).await?;
+            own_image = true;
+        }
+        let store = Self { data: data.into(), root, run: run.into(), own_image };
+        for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
+            fs::create_dir_all(store.root.join(part))?;
+        }
+        Ok(store)
+    }
+
+    /// Root of the reflink file system.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The records.
+    #[must_use]
+    pub fn database(&self) -> PathBuf {
+        self.data.join("keiki.db")
+    }
+
+    /// Kernels and root disks made from packages.
+    #[must_use]
+    pub fn cache(&self) -> PathBuf {
+        self.data.join("cache")
+    }
+
+    /// A template's versions.
+    #[must_use]
+    pub fn templates(&self) -> PathBuf {
+        self.root.join("templates")
+    }
+
+    /// A baked template.
+    #[must_use]
+    pub fn template(&self, name: &str, version: &str) -> PathBuf {
+        self.templates().join(name).join(version)
+    }
+
+    /// A snapshot.
+    #[must_use]
+    pub fn snapshot(&self, id: SnapshotId) -> PathBuf {
+        self.root.join("snapshots").join(id.to_string())
+    }
+
+    /// What a hibernated sandbox wakes from. Distinct per hibernation, so that a crash never mixes two.
+    #[must_use]
+    pub fn hibernated(&self, id: SandboxId, generation: u64) -> PathBuf {
+        self.root.join("hibernated").join(format!("{id}.{generation}"))
+    }
+
+    /// What a machine owns.
+    #[must_use]
+    pub fn sandbox(&self, id: SandboxId) -> PathBuf {
+        self.root.join("sandboxes").join(id.to_string())
+    }
+
+    /// A new directory for something half-made.
+    #[must_use]
+    pub fn scratch(&self) -> PathBuf {
+        self.root.join("scratch").join(SandboxId::new().to_string())
+    }
+
+    /// Sockets of a machine.
+    #[must_use]
+    pub fn run(&self, id: SandboxId) -> PathBuf {
+        self.run.join(id.to_string().replace('-', ""))
+    }
+
+    /// Root of the run directories.
+    #[must_use]
+    pub fn run_root(&self) -> &Path {
+        &self.run
+    }
+
+    /// Names in one of the store's parts.
+    ///
+    /// # Errors
+    /// If it cannot be read: a partial listing is never taken for a whole one.
+    pub fn names(&self, part: &str) -> Result<Vec<String>> {
+        list(&self.root.join(part))
+    }
+
+    /// Names in the run directory.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn run_names(&self) -> Result<Vec<String>> {
+        list(&self.run)
+    }
+
+    /// Free bytes for new data, the reserve not counted.
+    ///
+    /// # Errors
+    /// If the file system does not answer.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let stat = rustix::fs::statvfs(&self.root)
+            .map_err(|cause| Error::internal("cannot ask the store for its free space", cause))?;
+        Ok((stat.f_bavail * stat.f_frsize).saturating_sub(RESERVE_BYTES))
+    }
+
+    /// Removes a whole directory; missing is fine.
+    ///
+    /// # Errors
+    /// If something in it cannot be removed.
+    pub async fn remove(&self, dir: PathBuf) -> Result<()> {
+        let gone = tokio::task::spawn_blocking(move || {
+            remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))
+        })
+        .await;
+        gone.map_err(|cause| Error::internal("a removal was interrupted", cause))?
+            .map_err(|cause| Error::internal("a directory of the store cannot be removed", cause))
+    }
+
+    /// Unmounts an image of our own. Only when no machine runs from it.
+    ///
+    /// # Errors
+    /// If it is still in use.
+    pub async fn unmount(&self) -> Result<()> {
+        if self.own_image {
+            run("umount", &[self.root.as_os_str()])
+                .await
+                .map_err(|cause| Error::internal("cannot unmount the store", cause))?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes a directory with its parents.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn make_dir(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir).map_err(|cause| match cause.kind() {
+        io::ErrorKind::StorageFull => Error::NoRoom("the store is full".into()),
+        _ => Error::internal(format!("cannot create {}", dir.display()), cause),
+    })
+}
+
+/// Allocated bytes of the files below a directory (shared blocks counted in full).
+#[must_use]
+pub fn tree_bytes(dir: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    entries
+        .flatten()
+        .map(|entry| match entry.metadata() {
+            Ok(meta) if meta.is_dir() => tree_bytes(&entry.path()),
+            Ok(meta) => meta.blocks() * 512,
+            Err(_) => 0,
+        })
+        .sum()
+}
+
+fn list(dir: &Path) -> Result<Vec<String>> {
+    let read = || -> io::Result<Vec<String>> {
+        fs::read_dir(dir)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+    };
+    read().map_err(|cause| Error::internal(format!("cannot list {}", dir.display()), cause))
+}
+
+fn remove_tree(dir: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        done => done,
+    }
+}
+
+fn is_mount_point(dir: &Path) -> io::Result<bool> {
+    use std::os::unix::fs::MetadataExt;
+    let parent = dir.parent().unwrap_or(dir);
+    Ok(fs::metadata(dir)?.dev() != fs::metadata(parent)?.dev())
+}
+
+/// Gives the node a file system with reflinks where it has none: an XFS image, its space reserved, so that
+/// the host filling up never breaks a running guest.
+async fn mount_own_image(data: &Path, root: &Path, image_gib: Option<u64>) -> anyhow::Result<()> {
+    let image = data.join("store.xfs");
+    if !image.exists() {
+        let stat = rustix::fs::statvfs(data)?;
+        let free_gib = (stat.f_bavail * stat.f_frsize) >> 30;
+        let gib = image_gib.unwrap_or((free_gib / 2).clamp(4, 64));
+        anyhow::ensure!(
+            gib < free_gib,
+            "{} has {free_gib} GiB free and its file system has no reflinks: the store needs an image of {gib} GiB there",
+            data.display()
+        );
+        tracing::info!(gib, "making an XFS image for the store: this file system has no reflinks");
+        let half_made = data.join("store.xfs.partial");
+        let _ = fs::remove_file(&half_made);
+        let file = fs::File::create(&half_made)?;
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, gib << 30)
+            .with_context(|| format!("cannot reserve {gib} GiB for the store"))?;
+        run("mkfs.xfs", &["-q".as_ref(), "-m".as_ref(), "reflink=1".as_ref(), half_made.as_os_str()]).await?;
+        file.sync_all()?;
+        fs::rename(&half_made, &image)?;
+        fs::File::open(data)?.sync_all()?;
+    }
+    let direct = loop_device(&image, true).await;
+    let device = match direct {
+        Ok(device) => device,
+        Err(_) => loop_device(&image, false).await?,
+    };
+    let mounted = run("mount", &["-o".as_ref(), "noatime".as_ref(), device.as_ref(), root.as_os_str()]).await;
+    // Released with its last user, so that unmounting leaves nothing.
+    run("losetup", &["-d".as_ref(), device.as_ref()]).await?;
+    mounted.map(drop)
+}
+
+async fn loop_device(image: &Path, direct: bool) -> anyhow::Result<String> {
+    let direct = if direct { "--direct-io=on" } else { "--direct-io=off" };
+    run("losetup", &[direct.as_ref(), "--find".as_ref(), "--show".as_ref(), image.as_os_str()]).await
+}
+
+/// Runs a tool of the host to its end. Start-up only, never on a verb's path.
+async fn run(tool: &str, args: &[&std::ffi::OsStr]) -> anyhow::Result<String> {
+    let done = tokio::process::Command::new(tool)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .await
+        .with_context(|| format!("cannot run {tool}: is it installed?"))?;
+    anyhow::ensure!(
+        done.status.success(),
+        "{tool} failed: {}",
+        String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ")
+    );
+    Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+}
