@@ -1,1 +1,40 @@
-//! To be written.
+//! The Rust client of `/v1`.
+//!
+//! ```no_run
+//! # async fn example() -> keiki_client::Result<()> {
+//! use keiki_client::{Client, api::{CreateSandbox, ExecRequest}};
+//!
+//! let client = Client::new("http://127.0.0.1:7777")?;
+//! let sandbox = client.create(&CreateSandbox::default()).await?;
+//! let request = ExecRequest { cmd: Some("uname -r".into()), ..Default::default() };
+//! println!("{}", client.exec(sandbox.id, &request).await?.stdout);
+//! client.delete(sandbox.id).await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - Every refusal is [`Error::Api`]: its status and the node's sentence.
+//! - A create or fork that the node refuses for the moment (503 or 429 with `Retry-After`: nothing was made)
+//!   is tried again within [`Client::with_retry_budget`]. Nothing else is ever sent twice.
+//! - Nothing has a time limit of its own but connecting: a command or a build may take hours. Wrap a call in
+//!   a timeout where you want one; dropping a call or a stream is the way to cancel it.
+
+mod error;
+mod exec;
+mod files;
+mod pty;
+mod retry;
+mod sandboxes;
+mod snapshots;
+pub mod sse;
+mod templates;
+mod transport;
+
+pub use error::{Error, Result};
+pub use exec::{ExecEvent, ExecStream};
+pub use files::FileReader;
+pub use keiki_types::{EngineKind, SandboxId, Shape, SnapshotId, Status, TemplateName, api};
+pub use pty::{Pty, PtyEvent, PtyInput, PtyOutput, PtyRequest};
+pub use retry::Retry;
+pub use sandboxes::LogStream;
+pub use transport::Client;

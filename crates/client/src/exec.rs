@@ -1,0 +1,176 @@
+//! Commands in a sandbox, buffered and streamed.
+
+use crate::{
+    error::{Error, Result},
+    sandboxes::path,
+    sse::{self, Event},
+    transport::Client,
+};
+use base64::Engine as _;
+use bytes::Bytes;
+use futures::{Stream, StreamExt, stream::BoxStream};
+use keiki_types::{
+    SandboxId,
+    api::{ExecRequest, ExecResult},
+};
+use reqwest::Method;
+use serde::Deserialize;
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+/// What a running command sends. `Exit` is last.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExecEvent {
+    /// Bytes of standard output.
+    Stdout(Bytes),
+    /// Bytes of standard error.
+    Stderr(Bytes),
+    /// As a shell reports it: 128+n for signal n, 127 not found, 126 not executable.
+    Exit(i32),
+}
+
+/// The events of a running command. A stream that ends without `Exit` yields [`Error::Interrupted`] first.
+/// Dropping it before the exit kills the command and everything it started.
+pub struct ExecStream {
+    events: BoxStream<'static, Result<Event>>,
+    over: bool,
+}
+
+impl Client {
+    /// Runs a command to its end. Each stream keeps 16 MiB; see `truncated`.
+    ///
+    /// # Errors
+    /// [`Error::CommandTimeout`] if its time was up, else as [`Error`] says. A command that fails is no error.
+    pub async fn exec(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecResult> {
+        self.post(&path(id, "/exec"), request).await.map_err(|error| match error {
+            Error::Api { status: 504, message, .. } => Error::CommandTimeout(message),
+            other => other,
+        })
+    }
+
+    /// Starts a command and returns what it sends, byte-exact and without limit.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn exec_stream(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecStream> {
+        let post = self.request(Method::POST, &path(id, "/exec/stream")).json(request);
+        let response = self.send(post.header("accept", "text/event-stream")).await?;
+        Ok(ExecStream { events: sse::events(response.bytes_stream()), over: false })
+    }
+}
+
+impl Stream for ExecStream {
+    type Item = Result<ExecEvent>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        while !self.over {
+            let next = match self.events.poll_next_unpin(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(event)) => event.and_then(|event| decode(&event)),
+                Poll::Ready(None) => Err(Error::Interrupted),
+            };
+            match next {
+                Ok(None) => {}
+                Ok(Some(event)) => {
+                    self.over = matches!(event, ExecEvent::Exit(_));
+                    return Poll::Ready(Some(Ok(event)));
+                }
+                Err(error) => {
+                    self.over = true;
+                    return Poll::Ready(Some(Err(error)));
+                }
+            }
+        }
+        Poll::Ready(None)
+    }
+}
+
+#[derive(Deserialize)]
+struct Chunk {
+    chunk: String,
+    #[serde(default)]
+    base64: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Exit {
+    exit_code: i32,
+}
+
+#[derive(Deserialize)]
+struct Failed {
+    error: String,
+}
+
+/// None for events this version does not know.
+fn decode(event: &Event) -> Result<Option<ExecEvent>> {
+    let unclear = |error: serde_json::Error| Error::Protocol(format!("{} event: {error}", event.event));
+    let chunk = || -> Result<Bytes> {
+        let chunk: Chunk = serde_json::from_str(&event.data).map_err(unclear)?;
+        match chunk.base64 {
+            None => Ok(chunk.chunk.into_bytes().into()),
+            Some(text) => base64::engine::general_purpose::STANDARD
+                .decode(text)
+                .map(Bytes::from)
+                .map_err(|error| Error::Protocol(format!("{} event: {error}", event.event))),
+        }
+    };
+    match event.event.as_str() {
+        "stdout" => Ok(Some(ExecEvent::Stdout(chunk()?))),
+        "stderr" => Ok(Some(ExecEvent::Stderr(chunk()?))),
+        "exit" => {
+            let exit: Exit = serde_json::from_str(&event.data).map_err(unclear)?;
+            Ok(Some(ExecEvent::Exit(exit.exit_code)))
+        }
+        "error" => {
+            let Failed { error } = serde_json::from_str(&event.data).map_err(unclear)?;
+            let timeout = error.to_lowercase().contains("timeout");
+            Err(if timeout { Error::CommandTimeout(error) } else { Error::Command(error) })
+        }
+        _ => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ExecEvent, ExecStream, decode};
+    use crate::{
+        error::{Error, Result},
+        sse::Event,
+    };
+    use bytes::Bytes;
+    use futures::{StreamExt, stream};
+
+    fn event(event: &str, data: &str) -> Event {
+        Event { event: event.into(), data: data.into() }
+    }
+
+    #[test]
+    fn chunks_are_text_or_exact_bytes() {
+        let text = decode(&event("stdout", r#"{"chunk":"h\u00e9"}"#)).unwrap();
+        assert_eq!(text, Some(ExecEvent::Stdout(Bytes::from("h\u{e9}"))));
+        let raw = decode(&event("stderr", r#"{"chunk":"\ufffd","base64":"/wA="}"#)).unwrap();
+        assert_eq!(raw, Some(ExecEvent::Stderr(Bytes::from_static(&[0xff, 0]))));
+        assert!(decode(&event("stdout", r#"{"chunk":"","base64":"?"}"#)).is_err());
+        assert!(decode(&event("exit", "{}")).is_err());
+        assert!(decode(&event("news", "?")).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_timeout_is_told_from_other_errors() {
+        let timeout = decode(&event("error", r#"{"error":"command timeout after 5s"}"#));
+        assert!(matches!(timeout, Err(Error::CommandTimeout(_))));
+        assert!(matches!(decode(&event("error", r#"{"error":"no shell"}"#)), Err(Error::Command(_))));
+    }
+
+    #[tokio::test]
+    async fn a_stream_without_exit_is_interrupted() {
+        let events: Vec<Result<Event>> = vec![Ok(event("stdout", r#"{"chunk":"a"}"#))];
+        let stream = ExecStream { events: stream::iter(events).boxed(), over: false };
+        let all: Vec<_> = stream.collect().await;
+        assert_eq!(all.len(), 2);
+        assert!(matches!(all[1], Err(Error::Interrupted)));
+    }
+}

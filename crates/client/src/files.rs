@@ -1,0 +1,106 @@
+//! Files in a sandbox.
+
+use crate::{
+    error::{Error, Result},
+    sandboxes::path as at,
+    transport::Client,
+};
+use bytes::Bytes;
+use futures::{Stream, StreamExt, stream::BoxStream};
+use keiki_types::{
+    SandboxId,
+    api::{FsChange, FsEntry, FsList, FsWritten},
+};
+use reqwest::{Body, Method};
+
+/// A file being read.
+pub struct FileReader {
+    /// Its size, where the node said it.
+    pub size: Option<u64>,
+    /// Its contents.
+    pub chunks: BoxStream<'static, Result<Bytes>>,
+}
+
+#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
+impl Client {
+    /// Reads a file of any size.
+    pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<FileReader> {
+        let response = self.send(self.request(Method::GET, &at(id, "/fs")).query(&[("path", path)])).await?;
+        let size = response.content_length();
+        let chunks = response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed();
+        Ok(FileReader { size, chunks })
+    }
+
+    /// Writes a file of any size; missing parents are made. The old file stays until the new one is whole.
+    pub async fn write_file(
+        &self,
+        id: SandboxId,
+        path: &str,
+        mode: Option<u32>,
+        data: impl Stream<Item = std::io::Result<Bytes>> + Send + 'static,
+    ) -> Result<FsWritten> {
+        self.put(id, path, mode, Body::wrap_stream(data)).await
+    }
+
+    /// Writes a file that is in memory.
+    pub async fn write_bytes(
+        &self,
+        id: SandboxId,
+        path: &str,
+        mode: Option<u32>,
+        data: impl Into<Bytes>,
+    ) -> Result<FsWritten> {
+        self.put(id, path, mode, Body::from(data.into())).await
+    }
+
+    async fn put(&self, id: SandboxId, path: &str, mode: Option<u32>, body: Body) -> Result<FsWritten> {
+        let mut query = vec![("path", path.to_owned())];
+        query.extend(mode.map(|mode| ("mode", format!("{mode:04o}"))));
+        let request = self.request(Method::PUT, &at(id, "/fs")).query(&query);
+        self.json(request.header("content-type", "application/octet-stream").body(body)).await
+    }
+
+    /// The entries of a directory, sorted by name.
+    pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
+        let request = self.request(Method::GET, &at(id, "/fs/dir")).query(&[("path", path)]);
+        self.json::<FsList>(request).await.map(|list| list.entries)
+    }
+
+    /// What a path is.
+    pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
+        self.json(self.request(Method::GET, &at(id, "/fs/stat")).query(&[("path", path)])).await
+    }
+
+    /// Makes a directory, with its parents.
+    pub async fn mkdir(&self, id: SandboxId, path: &str, mode: Option<u32>) -> Result<()> {
+        let mode = mode.map(|mode| format!("{mode:04o}"));
+        self.change(id, "mkdir", FsChange { path: path.into(), mode, recursive: true, ..Default::default() }).await
+    }
+
+    /// Gives a file another name.
+    pub async fn rename(&self, id: SandboxId, from: &str, to: &str) -> Result<()> {
+        let change = FsChange { path: to.into(), from: Some(from.into()), ..Default::default() };
+        self.change(id, "rename", change).await
+    }
+
+    /// Removes a file, or a directory; `recursive`: with what is inside.
+    pub async fn remove_path(&self, id: SandboxId, path: &str, recursive: bool) -> Result<()> {
+        self.change(id, "remove", FsChange { path: path.into(), recursive, ..Default::default() }).await
+    }
+
+    /// Sets permission bits.
+    pub async fn chmod(&self, id: SandboxId, path: &str, mode: u32) -> Result<()> {
+        let change = FsChange { path: path.into(), mode: Some(format!("{mode:04o}")), ..Default::default() };
+        self.change(id, "chmod", change).await
+    }
+
+    /// Makes a symlink at `path` that points at `target`.
+    pub async fn symlink(&self, id: SandboxId, target: &str, path: &str) -> Result<()> {
+        let change = FsChange { path: path.into(), target: Some(target.into()), ..Default::default() };
+        self.change(id, "symlink", change).await
+    }
+
+    async fn change(&self, id: SandboxId, verb: &str, change: FsChange) -> Result<()> {
+        self.send(self.request(Method::POST, &at(id, &format!("/fs/{verb}"))).json(&change)).await.map(drop)
+    }
+}

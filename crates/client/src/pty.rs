@@ -1,0 +1,164 @@
+//! A command on a terminal: bytes both ways, and its size.
+
+use crate::{
+    error::{Error, Result},
+    sandboxes::path,
+    transport::Client,
+};
+use bytes::Bytes;
+use futures::{SinkExt, StreamExt, stream};
+use keiki_types::SandboxId;
+use serde::Deserialize;
+use tokio::net::TcpStream;
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{self, Message, client::IntoClientRequest, http},
+};
+
+/// What to run on the terminal.
+#[derive(Debug, Clone, Default)]
+pub struct PtyRequest {
+    /// Columns.
+    pub cols: u32,
+    /// Rows.
+    pub rows: u32,
+    /// A shell line; default the user's login shell.
+    pub cmd: Option<String>,
+    /// Working directory.
+    pub cwd: Option<String>,
+    /// User name or `uid[:gid]`.
+    pub user: Option<String>,
+}
+
+/// What comes from the terminal. `Exit` is last.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PtyEvent {
+    /// Output.
+    Output(Bytes),
+    /// The command's exit code.
+    Exit(i32),
+}
+
+type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
+
+/// A terminal in a sandbox. Dropping both halves kills the command.
+pub struct Pty {
+    /// To the command.
+    pub input: PtyInput,
+    /// From the command.
+    pub output: PtyOutput,
+}
+
+/// Keys and sizes to the command.
+pub struct PtyInput(stream::SplitSink<Socket, Message>);
+
+/// Output of the command.
+pub struct PtyOutput(stream::SplitStream<Socket>);
+
+impl Client {
+    /// Starts a command on a new terminal.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn pty(&self, id: SandboxId, request: &PtyRequest) -> Result<Pty> {
+        let mut query = vec![("cols", request.cols.to_string()), ("rows", request.rows.to_string())];
+        let texts = [("cmd", &request.cmd), ("cwd", &request.cwd), ("user", &request.user)];
+        query.extend(texts.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))));
+        // Only to have the query encoded; the request itself is the web socket's.
+        let get = self.request(reqwest::Method::GET, &path(id, "/exec/pty")).query(&query);
+        let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
+        let mut handshake = url.into_client_request().map_err(broken)?;
+        if let Some(key) = &self.api_key {
+            let value = http::HeaderValue::try_from(format!("Bearer {key}"))
+                .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
+            handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
+        }
+        let (socket, _) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        let (input, output) = socket.split();
+        Ok(Pty { input: PtyInput(input), output: PtyOutput(output) })
+    }
+}
+
+impl PtyInput {
+    /// Types.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
+        self.0.send(Message::Binary(bytes)).await.map_err(broken)
+    }
+
+    /// Tells the terminal its size.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn resize(&mut self, cols: u32, rows: u32) -> Result<()> {
+        let text = serde_json::json!({"resize": {"cols": cols, "rows": rows}}).to_string();
+        self.0.send(Message::Text(text.into())).await.map_err(broken)
+    }
+}
+
+impl PtyOutput {
+    /// The next piece. Nothing follows the exit code.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if the connection ends without an exit code.
+    pub async fn next(&mut self) -> Result<PtyEvent> {
+        loop {
+            match self.0.next().await {
+                Some(Ok(Message::Binary(bytes))) => return Ok(PtyEvent::Output(bytes)),
+                Some(Ok(Message::Text(text))) => return last_word(&text),
+                Some(Ok(Message::Close(_))) | None => return Err(Error::Interrupted),
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Err(broken(error)),
+            }
+        }
+    }
+}
+
+fn last_word(text: &str) -> Result<PtyEvent> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Word {
+        Exit { exit_code: i32 },
+        Failed { error: String },
+    }
+    match serde_json::from_str(text) {
+        Ok(Word::Exit { exit_code }) => Ok(PtyEvent::Exit(exit_code)),
+        Ok(Word::Failed { error }) => Err(Error::Command(error)),
+        Err(error) => Err(Error::Protocol(error.to_string())),
+    }
+}
+
+fn broken(error: tungstenite::Error) -> Error {
+    Error::Pty(Box::new(error))
+}
+
+/// A refused handshake carries the node's sentence like any other answer.
+fn refused(error: tungstenite::Error) -> Error {
+    #[derive(Deserialize)]
+    struct Body {
+        error: String,
+    }
+    let tungstenite::Error::Http(response) = &error else { return broken(error) };
+    let status = response.status().as_u16();
+    let body = response.body().as_deref().unwrap_or_default();
+    let message = match serde_json::from_slice::<Body>(body) {
+        Ok(body) => body.error,
+        Err(_) => format!("the node answered {status} without saying why"),
+    };
+    Error::Api { status, message, console: None, retry_after: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PtyEvent, last_word};
+    use crate::error::Error;
+
+    #[test]
+    fn the_last_word_is_the_exit_code_or_an_error() {
+        assert!(matches!(last_word(r#"{"exit_code":3}"#), Ok(PtyEvent::Exit(3))));
+        assert!(matches!(last_word(r#"{"error":"gone"}"#), Err(Error::Command(_))));
+        assert!(matches!(last_word("x"), Err(Error::Protocol(_))));
+    }
+}

@@ -1,0 +1,88 @@
+//! Templates and their builds.
+
+use crate::{error::Result, sse, transport::Client};
+use futures::{StreamExt, stream::BoxStream};
+use keiki_types::{
+    TemplateName,
+    api::{Build, BuildTemplate, Template},
+};
+use reqwest::Method;
+use serde::{Deserialize, de::DeserializeOwned};
+
+/// A bare array, or one under `items`: both are in use for these lists.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Items<T> {
+    Bare(Vec<T>),
+    Wrapped { items: Vec<T> },
+}
+
+#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
+impl Client {
+    /// All templates.
+    pub async fn templates(&self) -> Result<Vec<Template>> {
+        self.items("/v1/templates").await
+    }
+
+    /// One template.
+    pub async fn template(&self, name: &TemplateName) -> Result<Template> {
+        self.get(&format!("/v1/templates/{name}")).await
+    }
+
+    /// Deletes a template; sandboxes and snapshots made from it go on.
+    pub async fn delete_template(&self, name: &TemplateName) -> Result<()> {
+        self.remove(&format!("/v1/templates/{name}")).await
+    }
+
+    /// Starts a build, or joins the one that runs for this template.
+    pub async fn build_template(&self, request: &BuildTemplate) -> Result<Build> {
+        self.post("/v1/templates/build", request).await
+    }
+
+    /// All builds.
+    pub async fn builds(&self) -> Result<Vec<Build>> {
+        self.items("/v1/templates/builds").await
+    }
+
+    /// One build.
+    pub async fn build(&self, id: &str) -> Result<Build> {
+        let request = self.request(Method::GET, &format!("/v1/templates/builds/{}", segment(id)));
+        self.json(request).await
+    }
+
+    /// Log lines of a build, from its start to its end.
+    pub async fn build_log(&self, id: &str) -> Result<BoxStream<'static, Result<String>>> {
+        let path = format!("/v1/templates/builds/{}/logs?follow=1", segment(id));
+        let request = self.request(Method::GET, &path).header("accept", "text/event-stream");
+        let response = self.send(request).await?;
+        let lines = sse::events(response.bytes_stream()).map(|event| event.map(|event| event.data));
+        let until_end = |line: &Result<String>| {
+            let go_on = !matches!(line, Ok(line) if line == "end");
+            async move { go_on }
+        };
+        Ok(lines.take_while(until_end).boxed())
+    }
+
+    async fn items<T: DeserializeOwned>(&self, path: &str) -> Result<Vec<T>> {
+        Ok(match self.get::<Items<T>>(path).await? {
+            Items::Bare(items) | Items::Wrapped { items } => items,
+        })
+    }
+}
+
+/// Ids of builds are texts: nothing in one may leave its place in a path.
+fn segment(id: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
+    id.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::segment;
+
+    #[test]
+    fn a_segment_stays_one_segment() {
+        assert_eq!(segment("0198-ab_c"), "0198-ab_c");
+        assert_eq!(segment("a/b?c#d é"), "a%2Fb%3Fc%23d%20%C3%A9");
+    }
+}
