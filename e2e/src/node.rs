@@ -1,0 +1,225 @@
+//! A node process of the tests' own.
+
+use anyhow::{Context, Result, bail, ensure};
+use keiki_client::Client;
+use keiki_types::api::BuildTemplate;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Stdio,
+    sync::atomic::{AtomicU8, Ordering},
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{Child, Command},
+};
+
+/// Each node of a run gets a network of its own: 10.213.0.0/16 and on.
+static NEXT_RANGE: AtomicU8 = AtomicU8::new(213);
+const START_LIMIT: Duration = Duration::from_secs(60);
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where the tests find and put things.
+#[derive(Debug, Clone)]
+pub struct Places {
+    root: PathBuf,
+    cache: PathBuf,
+    bin: PathBuf,
+}
+
+impl Places {
+    /// From the environment and this program's place.
+    pub fn from_env() -> Result<Self> {
+        let beside = std::env::current_exe()?.parent().context("this program has no directory")?.to_owned();
+        let here = std::env::current_dir()?.join(".keiki");
+        let var = |name: &str, default: PathBuf| std::env::var_os(name).map_or(default, PathBuf::from);
+        let root = var("KEIKI_E2E_DIR", here.join("e2e"));
+        let cache = var("KEIKI_E2E_CACHE", here.join("cache"));
+        let bin = var("KEIKI_E2E_BIN", beside);
+        for program in ["keiki", "keiki-guest"] {
+            ensure!(bin.join(program).is_file(), "{} is missing: build it first", bin.join(program).display());
+        }
+        fs::create_dir_all(&root)?;
+        Ok(Self { root, cache, bin })
+    }
+}
+
+/// How a node is to be.
+#[derive(Debug, Clone)]
+pub struct Options {
+    name: String,
+    extra: Vec<String>,
+    range: u8,
+}
+
+impl Options {
+    /// A node with directories of this name.
+    pub fn named(name: &str) -> Self {
+        Self { name: name.into(), extra: Vec::new(), range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed) }
+    }
+
+    /// With more arguments.
+    #[must_use]
+    pub fn with(mut self, args: &[&str]) -> Self {
+        self.extra.extend(args.iter().map(|arg| (*arg).into()));
+        self
+    }
+}
+
+/// A running node.
+pub struct Node {
+    /// Its API.
+    pub client: Client,
+    /// Its data directory.
+    pub data: PathBuf,
+    /// First two bytes of its slots' addresses.
+    pub range: String,
+    places: Places,
+    options: Options,
+    child: Child,
+}
+
+impl Node {
+    /// Starts one, or starts it again on the same directories.
+    pub async fn start(places: &Places, options: Options) -> Result<Self> {
+        let home = places.root.join(&options.name);
+        let (data, run) = (home.join("data"), home.join("run"));
+        fs::create_dir_all(&home)?;
+        let log = fs::OpenOptions::new().create(true).append(true).open(home.join("node.log"))?;
+        let range = format!("10.{}", options.range);
+        let mut child = Command::new(places.bin.join("keiki"))
+            .args(["node", "--listen", "127.0.0.1:0", "--ephemeral", "--store-gib", "6", "--engine", "qemu"])
+            .arg("--data-dir")
+            .arg(&data)
+            .arg("--run-dir")
+            .arg(&run)
+            .arg("--cache-dir")
+            .arg(&places.cache)
+            .arg("--guest-binary")
+            .arg(places.bin.join("keiki-guest"))
+            .args(["--slot-range", &format!("{range}.0.0/16")])
+            .args(&options.extra)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .spawn()?;
+        let out = child.stdout.take().context("no output of the node")?;
+        let mut lines = BufReader::new(out).lines();
+        let first = tokio::time::timeout(START_LIMIT, lines.next_line()).await.context("the node did not start")??;
+        let first = first.with_context(|| format!("the node ended: {}", tail(&home.join("node.log"))))?;
+        let url = first.rsplit(' ').next().unwrap_or_default();
+        ensure!(url.starts_with("http://"), "unexpected first line {first:?}");
+        let client = Client::new(url)?;
+        Ok(Self { client, data, range, places: places.clone(), options, child })
+    }
+
+    /// Builds and bakes the base template.
+    pub async fn bake(&self) -> Result<()> {
+        let request = BuildTemplate { name: "base".into(), ..BuildTemplate::default() };
+        let mut build = self.client.build_template(&request).await?;
+        while build.ended_at.is_empty() {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            build = self.client.build(&build.id).await?;
+        }
+        ensure!(build.status == "done", "the template could not be built: {}", build.error);
+        Ok(())
+    }
+
+    /// Kills the daemon as a crash would.
+    pub async fn kill(&mut self) -> Result<()> {
+        self.child.start_kill()?;
+        self.child.wait().await?;
+        Ok(())
+    }
+
+    /// Starts the daemon again after [`Node::kill`].
+    pub async fn restart(self) -> Result<Self> {
+        let again = Self::start(&self.places, self.options.clone()).await?;
+        Ok(again)
+    }
+
+    /// Deletes all sandboxes and snapshots.
+    pub async fn delete_all(&self) {
+        for sandbox in self.client.list(false).await.unwrap_or_default() {
+            let _ = self.client.delete(sandbox.id).await;
+        }
+        for snapshot in self.client.snapshots(None).await.unwrap_or_default() {
+            let _ = self.client.delete_snapshot(snapshot.id).await;
+        }
+    }
+
+    /// What of this node is on the host: monitors, namespaces, mounts, sockets.
+    pub fn traces(&self) -> Result<Traces> {
+        let data = self.data.to_string_lossy().into_owned();
+        let mut traces = Traces::default();
+        for entry in fs::read_dir("/proc")? {
+            let Ok(pid) = entry?.file_name().to_string_lossy().parse::<u32>() else { continue };
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            if line.contains(&data) && line.contains("qemu") {
+                traces.monitors.push(pid);
+            }
+        }
+        traces.mounts = fs::read_to_string("/proc/mounts")?.matches(&data).count();
+        traces.namespaces = self.links()?;
+        let store = self.data.join("store/sandboxes");
+        traces.sandboxes = fs::read_dir(store).map(Iterator::count).unwrap_or(0);
+        Ok(traces)
+    }
+
+    /// Host ends of this node's slots, by their addresses.
+    fn links(&self) -> Result<usize> {
+        let shown = std::process::Command::new("ip").args(["-o", "-4", "addr"]).output()?;
+        let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+        Ok(shown.matches(&format!(" {}.", self.range)).count())
+    }
+
+    /// The last lines the node logged.
+    pub fn log_tail(&self) -> String {
+        tail(&self.places.root.join(&self.options.name).join("node.log"))
+    }
+
+    /// Stops the node and makes sure that nothing is left of it.
+    pub async fn finish(mut self) -> Result<()> {
+        let home = self.places.root.join(&self.options.name);
+        let pid = self.child.id().context("the node has ended already")?;
+        let pid = rustix::process::Pid::from_raw(i32::try_from(pid)?).context("no pid")?;
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+        let stopped = tokio::time::timeout(STOP_LIMIT, self.child.wait()).await;
+        let status = stopped.context("the node did not stop")??;
+        ensure!(status.success(), "the node ended with {status}: {}", tail(&home.join("node.log")));
+        let begun = Instant::now();
+        loop {
+            let traces = self.traces()?;
+            if traces == Traces::default() {
+                break;
+            }
+            if begun.elapsed() > Duration::from_secs(5) {
+                bail!("left behind: {traces:?}");
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        fs::remove_dir_all(home)?;
+        Ok(())
+    }
+}
+
+/// What a node has on its host.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Traces {
+    /// Process ids.
+    pub monitors: Vec<u32>,
+    /// Mounts below its data directory.
+    pub mounts: usize,
+    /// Slots.
+    pub namespaces: usize,
+    /// Directories of machines.
+    pub sandboxes: usize,
+}
+
+fn tail(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(15)..].join("\n")
+}
