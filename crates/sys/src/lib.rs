@@ -1,1 +1,4 @@
-//! To be written.
+//! Small safe wrappers over Linux, and the only place (with one file of the guest) where `unsafe` is allowed.
+
+pub mod netns;
+pub mod tap;

@@ -1,0 +1,154 @@
+//! The host's side of all slots of a node: locks, the claim on the range, the rules, the cleaning.
+
+use crate::{
+    cidr::{Cidr, NodeTag, Range},
+    error::{Error, Result},
+    netlink::Net,
+    rules,
+    slot::{self, Plan},
+};
+use keiki_sys::netns;
+use rustix::fs::{FlockOperation, flock};
+use std::{
+    collections::BTreeSet,
+    fs::{File, OpenOptions},
+    net::{IpAddr, SocketAddr},
+    path::Path,
+};
+
+/// One node at a time looks for collisions and claims its range.
+const CLAIM_LOCK: &str = "/run/keiki-slots.lock";
+
+/// Takes the lock of a node's slots for the life of the returned file.
+pub(crate) fn lock(dir: &Path) -> Result<File> {
+    let path = dir.join("slots.lock");
+    let doing = || format!("lock {}", path.display());
+    std::fs::create_dir_all(dir).map_err(Error::io(doing()))?;
+    let file = open_lock(&path).map_err(Error::io(doing()))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked),
+        Err(errno) => Err(Error::io(doing())(errno.into())),
+        Ok(()) => Ok(file),
+    }
+}
+
+fn open_lock(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new().create(true).truncate(false).write(true).open(path)
+}
+
+/// Brings the host into order for these slots.
+pub(crate) async fn prepare(
+    plan: &Plan,
+    net: &Net,
+    in_use: &BTreeSet<u16>,
+    resolvers: &[SocketAddr],
+) -> Result<()> {
+    let _turn = tokio::task::spawn_blocking(claim_turn)
+        .await
+        .map_err(|error| error.into())
+        .flatten()
+        .map_err(Error::io(format!("lock {CLAIM_LOCK}")))?;
+    clean(plan, net, in_use).await?;
+    if let Some(with) = collision(net, plan.range, &plan.tag, resolvers).await? {
+        return Err(Error::Collision { range: plan.range.cidr(), with });
+    }
+    net.claim(plan.range.cidr(), &plan.tag).await?;
+    apply(plan, rules::host(&plan.tag, plan.range, &plan.egress)).await?;
+    if let Some(exit) = net.exit().await? {
+        slot::forward(&exit.link)?;
+    }
+    Ok(())
+}
+
+/// Removes everything of a node from the host: its rules and its claim. Its slots are gone already.
+pub(crate) async fn clear(plan: &Plan, net: &Net) -> Result<()> {
+    apply(plan, rules::no_host(&plan.tag)).await?;
+    net.unclaim(plan.range.cidr(), &plan.tag).await
+}
+
+/// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will not start
+/// again; a node that does cleans up by itself.
+pub async fn purge(tag: &NodeTag) -> Result<()> {
+    let net = Net::open()?;
+    let claims = claims_of(&net, tag).await?;
+    // The range matters only to the connection table, and is unknown if the claim is gone.
+    let any = Cidr::new(std::net::Ipv4Addr::new(10, 200, 0, 0), 16);
+    let ranges = claims.iter().copied().chain(any).filter_map(|cidr| Range::new(cidr).ok());
+    for range in ranges.take(claims.len().max(1)) {
+        let plan = Plan { tag: tag.clone(), range, egress: rules::EgressPolicy::default() };
+        clean(&plan, &net, &BTreeSet::new()).await?;
+        clear(&plan, &net).await?;
+    }
+    Ok(())
+}
+
+fn claim_turn() -> std::io::Result<File> {
+    let file = open_lock(Path::new(CLAIM_LOCK))?;
+    flock(&file, FlockOperation::LockExclusive)?;
+    Ok(file)
+}
+
+async fn apply(plan: &Plan, ruleset: String) -> Result<()> {
+    let of = format!("node {}", plan.tag);
+    tokio::task::spawn_blocking(move || rules::apply(&of, &ruleset))
+        .await
+        .map_err(|error| Error::io("run nft")(error.into()))?
+}
+
+/// Takes down slots of this tag that are not in use, whole or half, and claims on other ranges.
+async fn clean(plan: &Plan, net: &Net, in_use: &BTreeSet<u16>) -> Result<()> {
+    let mut found = BTreeSet::new();
+    let prefix = plan.tag.netns_prefix();
+    let names = netns::list(&prefix).map_err(Error::io("list network namespaces"))?;
+    found.extend(names.iter().filter_map(|name| index(name, &prefix)));
+    let prefix = plan.tag.link_prefix();
+    found.extend(net.links().await?.iter().filter_map(|(_, name, _)| index(name, &prefix)));
+    for index in found.difference(in_use) {
+        tracing::info!(index, tag = %plan.tag, "removing a slot that an earlier run left");
+        plan.take_down(net, *index).await?;
+    }
+    for range in claims_of(net, &plan.tag).await? {
+        if range != plan.range.cidr() {
+            net.unclaim(range, &plan.tag).await?;
+        }
+    }
+    Ok(())
+}
+
+fn index(name: &str, prefix: &str) -> Option<u16> {
+    name.strip_prefix(prefix)?.parse().ok()
+}
+
+async fn claims_of(net: &Net, tag: &NodeTag) -> Result<Vec<Cidr>> {
+    let routes = net.routes().await?.into_iter();
+    Ok(routes.filter(|route| route.claim.as_ref() == Some(tag)).map(|route| route.to).collect())
+}
+
+/// What on this host overlaps with the range and is not this node's own: one phrase.
+pub(crate) async fn collision(
+    net: &Net,
+    range: Range,
+    tag: &NodeTag,
+    resolvers: &[SocketAddr],
+) -> Result<Option<String>> {
+    let range = range.cidr();
+    let links = net.links().await?;
+    let name_of =
+        |index| links.iter().find(|(other, ..)| Some(*other) == index).map(|(_, name, _)| name.as_str());
+    for route in net.routes().await? {
+        let link = name_of(route.link).unwrap_or("no link");
+        let ours = route.claim.as_ref() == Some(tag) || link.starts_with(&tag.link_prefix());
+        if ours || route.to.prefix() == 0 || !route.to.overlaps(range) {
+            continue;
+        }
+        return Ok(Some(match &route.claim {
+            Some(other) => format!("the slots of node {other} on this host ({})", route.to),
+            None => format!("the route to {} by {link}", route.to),
+        }));
+    }
+    let hit = resolvers.iter().find(|resolver| match resolver.ip() {
+        IpAddr::V4(address) => range.contains(address),
+        IpAddr::V6(_) => false,
+    });
+    Ok(hit.map(|resolver| format!("the name server {}", resolver.ip())))
+}

@@ -1,0 +1,304 @@
+//! The pool: slots ahead, taken, adopted, given back.
+
+use crate::{
+    cidr::{Cidr, NodeTag, Range},
+    dns::{Server, Upstream},
+    error::{Error, Result},
+    host,
+    netlink::Net,
+    rules::EgressPolicy,
+    slot::{Origin, Plan},
+};
+use keiki_sys::netns;
+use std::{
+    collections::{BTreeSet, VecDeque},
+    fs::File,
+    net::{Ipv4Addr, SocketAddr},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::JoinHandle,
+};
+
+/// Slots built at once: more would only wait for the kernel's network lock.
+const BUILDERS: usize = 2;
+/// How long to wait after a failed build ahead.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// What a node's slots are to be.
+#[derive(Debug, Clone)]
+pub struct SlotsConfig {
+    /// Where their outside addresses come from, a /30 each, e.g. `10.200.0.0/16`.
+    pub range: Cidr,
+    /// How many to build ahead.
+    pub ahead: usize,
+    /// A directory of this node; it gets a lock file.
+    pub state_dir: PathBuf,
+    /// Tells this node's slots from those of others on the host. The same after a restart.
+    pub node_tag: NodeTag,
+    /// Resolvers behind the slots' name servers. None: those of the host's resolv.conf, as it is at the time.
+    pub upstream: Option<Vec<SocketAddr>>,
+    /// What guests may reach.
+    pub egress: EgressPolicy,
+}
+
+/// The slots of a node. Dropping it leaves everything as it is, as a crash would; the next
+/// [`Slots::start`] cleans up.
+#[derive(Debug)]
+pub struct Slots {
+    inner: Arc<Inner>,
+    refill: JoinHandle<()>,
+}
+
+/// A network home for one sandbox. Dropping it ends its name server but leaves its namespace, for
+/// [`Slots::adopt`]; [`Slots::give_back`] removes it.
+#[derive(Debug)]
+pub struct Slot {
+    index: u16,
+    netns: PathBuf,
+    outside: Ipv4Addr,
+    names: Server,
+}
+
+impl Slot {
+    /// Its number: what to record, and to pass to [`Slots::adopt`].
+    #[must_use]
+    pub fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Its namespace, e.g. `/run/netns/keiki-1a2b-7`.
+    #[must_use]
+    pub fn netns_path(&self) -> PathBuf {
+        self.netns.clone()
+    }
+
+    /// The address the host sees its sandbox under.
+    #[must_use]
+    pub fn outside(&self) -> Ipv4Addr {
+        self.outside
+    }
+}
+
+struct Inner {
+    plan: Plan,
+    ahead: usize,
+    upstream: Arc<Upstream>,
+    host: Net,
+    state: Mutex<State>,
+    wanted: Notify,
+    builders: Semaphore,
+    /// Held as long as this lives.
+    _lock: File,
+}
+
+#[derive(Default)]
+struct State {
+    ready: VecDeque<Slot>,
+    used: BTreeSet<u16>,
+    /// Where to look for the next free index: the one freed last is used last.
+    cursor: u16,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner").field("plan", &self.plan).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        self.refill.abort();
+    }
+}
+
+impl Slots {
+    /// Prepares the host, removes what an earlier run of this node left and that is not `in_use`, and starts
+    /// building ahead. Slots in use wait for [`Slots::adopt`]; nobody else gets their index.
+    pub async fn start(config: SlotsConfig, in_use: &[u16]) -> Result<Self> {
+        let range = Range::new(config.range)?;
+        if let Some(index) = in_use.iter().find(|index| u32::from(**index) >= range.slots()) {
+            return Err(Error::Taken(*index));
+        }
+        let lock = host::lock(&config.state_dir)?;
+        let upstream = Arc::new(Upstream::new(config.upstream));
+        let plan = Plan { tag: config.node_tag, range, egress: config.egress };
+        let used: BTreeSet<u16> = in_use.iter().copied().collect();
+        let host = Net::open()?;
+        host::prepare(&plan, &host, &used, &upstream.resolvers().await).await?;
+        let inner = Arc::new(Inner {
+            plan,
+            ahead: config.ahead,
+            upstream,
+            host,
+            state: Mutex::new(State { used, ..State::default() }),
+            wanted: Notify::new(),
+            builders: Semaphore::new(BUILDERS),
+            _lock: lock,
+        });
+        let refill = tokio::spawn(refill(Arc::clone(&inner)));
+        Ok(Self { inner, refill })
+    }
+
+    /// A slot for a new sandbox: at once when one is ahead, else it is built now.
+    pub async fn take(&self) -> Result<Slot> {
+        let ready = self.inner.state().ready.pop_front();
+        self.inner.wanted.notify_one();
+        match ready {
+            Some(slot) => Ok(slot),
+            None => self.inner.build_new().await,
+        }
+    }
+
+    /// How many slots are ready.
+    #[must_use]
+    pub fn ready(&self) -> usize {
+        self.inner.state().ready.len()
+    }
+
+    /// The slot of a machine that was running when the node last stopped, completed where something is
+    /// missing, with its name server running again. Its index was in `in_use` at [`Slots::start`].
+    pub async fn adopt(&self, index: u16) -> Result<Slot> {
+        if !self.inner.state().used.contains(&index) {
+            return Err(Error::Taken(index));
+        }
+        self.inner.build(index, Origin::Adopted).await
+    }
+
+    /// Takes a slot down; its sandbox's machine has ended. What its user left goes with it.
+    pub async fn give_back(&self, slot: Slot) {
+        let index = slot.index;
+        slot.names.stop().await;
+        self.inner.free(index).await;
+    }
+
+    /// Gives back a slot that could not be adopted.
+    pub async fn discard(&self, index: u16) {
+        self.inner.free(index).await;
+    }
+
+    /// Ends the pool: removes the slots ahead, and everything on the host if no slot is in `keep`. Slots in
+    /// `keep` go on without a name server until the next start adopts them; slots that were taken and are
+    /// neither kept nor given back are removed.
+    pub async fn stop(self, keep: &[u16]) {
+        self.refill.abort();
+        // A build that was under way ends by itself; its slot is in `used`.
+        let _all = self.inner.builders.acquire_many(BUILDERS as u32).await;
+        let ready = std::mem::take(&mut self.inner.state().ready);
+        for slot in ready {
+            slot.names.stop().await;
+        }
+        let gone: Vec<u16> =
+            self.inner.state().used.iter().copied().filter(|index| !keep.contains(index)).collect();
+        for index in gone {
+            self.inner.free(index).await;
+        }
+        if keep.is_empty()
+            && let Err(error) = host::clear(&self.inner.plan, &self.inner.host).await
+        {
+            warn("the host's rules were not removed", &error);
+        }
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn build_new(self: &Arc<Self>) -> Result<Slot> {
+        let index = self.state().reserve(self.plan.range.slots())?;
+        let built = self.build(index, Origin::New).await;
+        if built.is_err() {
+            self.state().used.remove(&index);
+        }
+        built
+    }
+
+    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot.
+    async fn build(self: &Arc<Self>, index: u16, origin: Origin) -> Result<Slot> {
+        let this = Arc::clone(self);
+        let task = tokio::spawn(async move {
+            let _permit = this.builders.acquire().await;
+            let builder = Arc::clone(&this);
+            let sockets = tokio::task::spawn_blocking(move || builder.plan.build(index, origin))
+                .await
+                .map_err(|error| Error::io("build a slot")(error.into()))??;
+            Ok(Slot {
+                index,
+                netns: netns::path(&this.plan.tag.netns(index)),
+                outside: this.plan.range.slot_end(index),
+                names: Server::start(index, sockets, Arc::clone(&this.upstream))?,
+            })
+        });
+        task.await.map_err(|error| Error::io("build a slot")(error.into()))?
+    }
+
+    /// A slot that cannot be removed keeps its index until the next start.
+    async fn free(&self, index: u16) {
+        match self.plan.take_down(&self.host, index).await {
+            Ok(()) => {
+                self.state().used.remove(&index);
+            }
+            Err(error) => warn("a slot was not removed", &error),
+        }
+    }
+}
+
+impl State {
+    fn reserve(&mut self, slots: u32) -> Result<u16> {
+        let indexes = 0..=u16::try_from(slots - 1).unwrap_or(u16::MAX);
+        let cursor = self.cursor;
+        let free = indexes
+            .clone()
+            .skip_while(|index| *index < cursor)
+            .chain(indexes.clone())
+            .find(|index| !self.used.contains(index))
+            .ok_or(Error::Exhausted(slots))?;
+        self.used.insert(free);
+        self.cursor = free.checked_add(1).filter(|next| indexes.contains(next)).unwrap_or(0);
+        Ok(free)
+    }
+}
+
+async fn refill(inner: Arc<Inner>) {
+    loop {
+        if inner.state().ready.len() >= inner.ahead {
+            inner.wanted.notified().await;
+            continue;
+        }
+        match inner.build_new().await {
+            Ok(slot) => inner.state().ready.push_back(slot),
+            Err(error) => {
+                warn("a slot could not be built ahead", &error);
+                tokio::time::sleep(RETRY).await;
+            }
+        }
+    }
+}
+
+fn warn(what: &str, error: &Error) {
+    tracing::warn!(error = error as &dyn std::error::Error, "{what}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indexes_rotate_and_run_out() {
+        let mut state = State::default();
+        state.used.insert(1);
+        let taken: Vec<_> = (0..3).map(|_| state.reserve(4).unwrap()).collect();
+        assert_eq!(taken, [0, 2, 3]);
+        assert!(matches!(state.reserve(4), Err(Error::Exhausted(4))));
+        state.used.remove(&2);
+        assert_eq!(state.reserve(4).unwrap(), 2);
+        state.used.clear();
+        assert_eq!(state.reserve(4).unwrap(), 3, "the index freed last is used last");
+        assert_eq!(state.reserve(4).unwrap(), 0);
+    }
+}
