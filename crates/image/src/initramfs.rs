@@ -1,0 +1,79 @@
+//! The initial RAM file system: the guest agent and what it needs before it has a disk.
+//!
+//! ```text
+//! /init                   keiki-guest
+//! /keiki/modules          file names in the order they are loaded, one a line
+//! /keiki/modules.d/*.ko   uncompressed: unpacking costs more in a guest than here
+//! ```
+
+use crate::{
+    Builder, Kernel, cache, cpio,
+    error::{Error, Result, io_error},
+    modules::{Index, WANTED, unpacked_name},
+    tool::Tool,
+};
+use std::{
+    fs::{self, File},
+    io::BufWriter,
+    path::{Path, PathBuf},
+};
+
+/// Beyond this a guest binary is not one of ours.
+const GUEST_LIMIT: u64 = 64 << 20;
+
+pub(crate) fn build(builder: &Builder, kernel: &Kernel, guest: &Path) -> Result<PathBuf> {
+    let read = |name: &str| {
+        let path = kernel.modules_dir.join(name);
+        fs::read_to_string(&path).map_err(io_error("reading", &path))
+    };
+    let index = Index::parse(&read("modules.dep")?, &read("modules.builtin")?);
+    let order = index.order(WANTED).map_err(|missing| {
+        Error::BadKernel(format!("{} has no module {missing}, which every guest needs", kernel.release))
+    })?;
+    let key = cache::key(&["initramfs", &kernel.release, &order.join("\n"), &cache::file_digest(guest)?]);
+    let part = builder.cache.part("initramfs", &key);
+    if !builder.refresh && part.is_file() {
+        return Ok(part);
+    }
+    builder.say(format!("initramfs: the guest agent and {} modules", order.len()));
+    let path = builder.cache.scratch("initramfs")?;
+    let agent = read_agent(guest)?;
+    let mut modules = Vec::with_capacity(order.len());
+    for module in &order {
+        modules.push((unpacked_name(module), unpack(&kernel.modules_dir.join(module))?));
+    }
+    write(&path, &agent, &modules).map_err(io_error("writing", &path))?;
+    builder.cache.publish(&path, &part)?;
+    Ok(part)
+}
+
+fn read_agent(guest: &Path) -> Result<Vec<u8>> {
+    let size = fs::metadata(guest).map_err(io_error("reading the guest agent", guest))?.len();
+    if size > GUEST_LIMIT {
+        let source = std::io::ErrorKind::FileTooLarge.into();
+        return Err(io_error("reading the guest agent", guest)(source));
+    }
+    fs::read(guest).map_err(io_error("reading the guest agent", guest))
+}
+
+fn unpack(module: &Path) -> Result<Vec<u8>> {
+    let action = || format!("unpacking {}", module.display());
+    match module.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => Tool::new("xz", action()).args(["-dc".as_ref(), module.as_os_str()]).output(),
+        Some("zst") => Tool::new("zstd", action()).args(["-dcq".as_ref(), module.as_os_str()]).output(),
+        _ => fs::read(module).map_err(io_error("reading", module)),
+    }
+}
+
+fn write(path: &Path, agent: &[u8], modules: &[(&str, Vec<u8>)]) -> std::io::Result<()> {
+    let mut archive = cpio::Archive::new(BufWriter::new(File::create_new(path)?));
+    archive.file("init", 0o755, agent)?;
+    archive.directory("keiki", 0o755)?;
+    let names: String = modules.iter().map(|(name, _)| format!("{name}\n")).collect();
+    archive.file("keiki/modules", 0o644, names.as_bytes())?;
+    archive.directory("keiki/modules.d", 0o755)?;
+    for (name, data) in modules {
+        archive.file(&format!("keiki/modules.d/{name}"), 0o644, data)?;
+    }
+    archive.finish().map(drop)
+}

@@ -1,0 +1,316 @@
+//! Root disks: a minimal distribution and some packages, as one sparse ext4 image.
+//!
+//! mmdebstrap makes the tree with its mounts switched off, mkfs fills the image from the tree; so nothing is
+//! mounted and no loop device is used. What would make two machines the same individual, or tie them to this
+//! host, is not in the image: no machine-id, no SSH host keys, no `resolv.conf`.
+
+use crate::{
+    Builder, apt, cache,
+    error::{Error, Result, io_error},
+    spec::RootfsSpec,
+    tool::Tool,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::fs::{MetadataExt, symlink},
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+/// No manuals, and no translations; licences stay.
+const DPKG_OPTIONS: [&str; 6] = [
+    "path-exclude=/usr/share/man/*",
+    "path-exclude=/usr/share/info/*",
+    "path-exclude=/usr/share/doc/*",
+    "path-include=/usr/share/doc/*/copyright",
+    "path-exclude=/usr/share/locale/*",
+    "path-exclude=/usr/share/bug/*",
+];
+
+/// What mmdebstrap is not to do: mount, and make device nodes (the guest's devtmpfs has them). Packages stay in the
+/// tree's archive until they were copied out.
+const SKIP: &str = "chroot/mount,output/dev,output/mknod,download/empty,essential/unlink";
+
+/// Lines of mmdebstrap that start a step. Their number is fixed, so progress can count.
+const STEPS: [&str; 6] = [
+    "running apt-get update",
+    "downloading packages",
+    "extracting archives",
+    "installing essential packages",
+    "installing remaining packages",
+    "cleaning package lists",
+];
+
+/// The same for all disks: what tells machines apart is their contents, and equal recipes give equal disks.
+const FS_UUID: &str = "6b65696b-6900-4000-8000-000000000001";
+const HASH_SEED: &str = "6b65696b-6900-4000-8000-000000000002";
+/// When all disks were formatted, in seconds since 1970: 2025-01-01.
+const FS_TIME: &str = "1735689600";
+/// Enough for a sandbox; the default for this size is four times that, all of it written sooner or later.
+const JOURNAL_MIB: u32 = 16;
+
+/// A finished root disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rootfs {
+    /// The sparse image.
+    pub raw: PathBuf,
+    /// `NAME VERSION` of each package, sorted.
+    pub packages: Vec<String>,
+    /// Names the contents: the recipe, each package's version and the builder's.
+    pub digest: String,
+    /// Bytes in it.
+    pub used_bytes: u64,
+}
+
+/// Beside the image.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    packages: Vec<String>,
+    digest: String,
+}
+
+pub(crate) fn build(builder: &Builder, spec: &RootfsSpec) -> Result<Rootfs> {
+    spec.check()?;
+    let recipe = serde_json::to_string(spec)
+        .map_err(|e| Error::BadSpec { name: spec.name.clone(), reason: e.to_string() })?;
+    let part = builder.cache.part("rootfs", &cache::key(&["rootfs", &recipe]));
+    if !builder.refresh && part.is_dir() {
+        return open(&part);
+    }
+    let scratch = builder.cache.scratch("rootfs")?;
+    fs::create_dir(&scratch).map_err(io_error("creating", &scratch))?;
+    if fs::metadata(&scratch).map_err(io_error("reading", &scratch))?.uid() != 0 {
+        return Err(Error::NotRoot);
+    }
+    let tree = builder.cache.scratch("tree")?;
+    bootstrap(builder, spec, &tree)?;
+    finish_tree(&tree).map_err(io_error("arranging", &tree))?;
+    let packages = installed(&tree)?;
+    let digest = cache::key(&[&recipe, &packages.join("\n")]);
+    let mib = tree_size(&tree).map_err(io_error("measuring", &tree))? >> 20;
+    builder.say(format!("rootfs {}: writing the disk ({mib} MiB in {} packages)", spec.name, packages.len()));
+    format_disk(spec, &tree, &scratch.join("root.ext4"))?;
+    let record = serde_json::to_vec_pretty(&Record { packages, digest })
+        .map_err(|e| io_error("writing the record of", &scratch)(e.into()))?;
+    let path = scratch.join("record.json");
+    fs::write(&path, record).map_err(io_error("writing", &path))?;
+    builder.cache.publish(&scratch, &part)?;
+    open(&part)
+}
+
+fn open(part: &Path) -> Result<Rootfs> {
+    let path = part.join("record.json");
+    let text = fs::read(&path).map_err(io_error("reading", &path))?;
+    let record: Record = serde_json::from_slice(&text).map_err(|e| io_error("reading", &path)(e.into()))?;
+    let raw = part.join("root.ext4");
+    let used_bytes = fs::metadata(&raw).map_err(io_error("reading", &raw))?.blocks() * 512;
+    Ok(Rootfs { raw, packages: record.packages, digest: record.digest, used_bytes })
+}
+
+fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path) -> Result<()> {
+    let started = Instant::now();
+    let debs = builder.cache.dir("debs")?;
+    let say = |step: usize, what: &str| {
+        let seconds = started.elapsed().as_secs();
+        builder.say(format!("rootfs {}: {what} (step {step} of {}, {seconds} s)", spec.name, STEPS.len()));
+    };
+    let mut args: Vec<String> =
+        ["--mode=root", "--format=directory", "--variant=minbase"].map(str::to_owned).to_vec();
+    args.push(format!("--skip={SKIP}"));
+    args.push(format!("--include={}", spec.packages.join(",")));
+    args.extend(DPKG_OPTIONS.map(|option| format!("--dpkgopt={option}")));
+    args.push("--aptopt=APT::Install-Recommends \"false\"".to_owned());
+    args.push("--aptopt=Acquire::Languages \"none\"".to_owned());
+    args.extend(apt::keyring().map(|path| format!("--keyring={}", path.display())));
+    // Packages are kept over builds, also over an interrupted one: they are copied out before they are installed.
+    let copy_in = r#"mkdir -p "$1/var/cache/apt/archives"; cp -n "$KEIKI_DEBS"/*.deb "$1/var/cache/apt/archives/" 2>/dev/null || true"#;
+    let copy_out = r#"for deb in "$1"/var/cache/apt/archives/*.deb; do new="$KEIKI_DEBS/${deb##*/}"; [ ! -e "$deb" ] || [ -e "$new" ] || { cp "$deb" "$new.part" && mv "$new.part" "$new"; }; done"#;
+    args.push(format!("--setup-hook={copy_in}"));
+    args.push(format!("--extract-hook={copy_out}"));
+    args.push(format!("--customize-hook={copy_out}"));
+    args.push(spec.suite.clone());
+    args.push(tree.display().to_string());
+    args.extend(sources(builder, &spec.suite)?);
+    say(1, "reading the package lists");
+    // Without SOURCE_DATE_EPOCH on purpose: Python's compiled files would then check their source by hash at each import.
+    let tool = Tool::new("mmdebstrap", format!("making the root disk of `{}`", spec.name));
+    tool.args(&args).env("TMPDIR", builder.cache.dir("tmp")?).env("KEIKI_DEBS", debs).lines(|line| {
+        let line = line.trim_start_matches("I: ");
+        if let Some(step) = STEPS.iter().position(|step| line.starts_with(step)).filter(|&step| step > 0) {
+            say(step + 1, line.trim_end_matches('.'));
+        }
+    })
+}
+
+/// What the guest's own apt reads as well: the mirror of this host, with its security updates if it has them.
+fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
+    let mut sources = vec![format!("deb {} {suite} main", builder.mirror()?)];
+    if builder.mirror.is_none() {
+        sources.extend(apt::host_security_mirror().map(|uri| format!("deb {uri} {suite}-security main")));
+    }
+    Ok(sources)
+}
+
+/// Takes out what belongs to one machine or to this host, and adds what users expect.
+fn finish_tree(tree: &Path) -> std::io::Result<()> {
+    for file in ["etc/resolv.conf", "etc/machine-id", "var/lib/dbus/machine-id", "etc/hostname", "etc/hosts"]
+    {
+        remove_if_there(&tree.join(file))?;
+    }
+    if let Ok(entries) = fs::read_dir(tree.join("etc/ssh")) {
+        for entry in entries.filter_map(Result::ok) {
+            if entry.file_name().to_string_lossy().starts_with("ssh_host_") {
+                fs::remove_file(entry.path())?;
+            }
+        }
+    }
+    // Empty: filled in by whoever becomes an individual.
+    File::create(tree.join("etc/machine-id"))?;
+    fs::write(tree.join("etc/hostname"), "keiki\n")?;
+    let mut hosts = File::create(tree.join("etc/hosts"))?;
+    hosts
+        .write_all(b"127.0.0.1\tlocalhost\n127.0.1.1\tkeiki\n::1\tlocalhost ip6-localhost ip6-loopback\n")?;
+    if tree.join("usr/bin/python3").exists() && !tree.join("usr/bin/python").exists() {
+        symlink("python3", tree.join("usr/bin/python"))?;
+    }
+    for dir in ["dev", "var/cache/apt", "var/lib/apt/lists", "var/log", "tmp", "run"] {
+        empty(&tree.join(dir))?;
+    }
+    Ok(())
+}
+
+fn remove_if_there(path: &Path) -> std::io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+/// Removes the files below `dir`; directories stay with their owners and modes.
+fn empty(dir: &Path) -> std::io::Result<()> {
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() { empty(&entry.path())? } else { fs::remove_file(entry.path())? }
+    }
+    Ok(())
+}
+
+/// `NAME VERSION` of each installed package, out of dpkg's own records.
+fn installed(tree: &Path) -> Result<Vec<String>> {
+    let path = tree.join("var/lib/dpkg/status");
+    let text = fs::read_to_string(&path).map_err(io_error("reading", &path))?;
+    Ok(parse_status(&text))
+}
+
+fn parse_status(text: &str) -> Vec<String> {
+    let mut packages: Vec<String> = text
+        .split("\n\n")
+        .filter(|paragraph| paragraph.lines().any(|line| line == "Status: install ok installed"))
+        .filter_map(|paragraph| {
+            let field = |name| paragraph.lines().find_map(|line| line.strip_prefix(name));
+            Some(format!("{} {}", field("Package: ")?, field("Version: ")?))
+        })
+        .collect();
+    packages.sort();
+    packages
+}
+
+fn tree_size(dir: &Path) -> std::io::Result<u64> {
+    let mut size = 0;
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let meta = entry.metadata()?;
+        size += if meta.is_dir() { tree_size(&entry.path())? } else { meta.blocks() * 512 };
+    }
+    Ok(size)
+}
+
+/// The image is new, so all of it reads as zeroes already: tables count as written, and neither mkfs here nor the
+/// guest in the background fills them.
+fn format_disk(spec: &RootfsSpec, tree: &Path, raw: &Path) -> Result<()> {
+    let extended = format!("assume_storage_prezeroed=1,hash_seed={HASH_SEED},root_owner=0:0");
+    let journal = format!("size={JOURNAL_MIB}");
+    let size = format!("{}M", spec.disk_mib);
+    let tool = Tool::new("mkfs.ext4", format!("writing the root disk of `{}`", spec.name));
+    let tool = tool
+        .args([
+            "-q",
+            "-F",
+            "-L",
+            "keiki-root",
+            "-m",
+            "1",
+            "-U",
+            FS_UUID,
+            "-J",
+            &journal,
+            "-E",
+            &extended,
+            "-d",
+        ])
+        .args([tree, raw])
+        .args([&size]);
+    tool.env("E2FSPROGS_FAKE_TIME", FS_TIME).env("SOURCE_DATE_EPOCH", FS_TIME).output().map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn installed_packages_are_read() {
+        let status = "Package: b\nStatus: install ok installed\nVersion: 2\n\n\
+                      Package: gone\nStatus: deinstall ok config-files\nVersion: 1\n\n\
+                      Package: a\nStatus: install ok installed\nArchitecture: all\nVersion: 1:3-4\n";
+        assert_eq!(parse_status(status), ["a 1:3-4", "b 2"]);
+    }
+
+    #[test]
+    fn nothing_of_an_individual_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = dir.path();
+        for sub in ["etc/ssh", "usr/bin", "var/log/apt", "var/cache/apt/archives"] {
+            fs::create_dir_all(tree.join(sub)).unwrap();
+        }
+        for file in ["etc/resolv.conf", "etc/ssh/ssh_host_rsa_key", "usr/bin/python3", "var/log/apt/term.log"]
+        {
+            fs::write(tree.join(file), "host").unwrap();
+        }
+        fs::write(tree.join("etc/machine-id"), "0123").unwrap();
+        finish_tree(tree).unwrap();
+        assert!(!tree.join("etc/resolv.conf").exists());
+        assert!(!tree.join("etc/ssh/ssh_host_rsa_key").exists());
+        assert!(!tree.join("var/log/apt/term.log").exists());
+        assert!(tree.join("var/log/apt").is_dir());
+        assert_eq!(fs::read(tree.join("etc/machine-id")).unwrap(), b"");
+        assert_eq!(fs::read_link(tree.join("usr/bin/python")).unwrap(), Path::new("python3"));
+        // Twice is once.
+        finish_tree(tree).unwrap();
+    }
+
+    #[test]
+    fn a_tree_becomes_a_clean_sparse_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = dir.path().join("tree");
+        fs::create_dir(&tree).unwrap();
+        fs::write(tree.join("hello"), "there").unwrap();
+        let spec = crate::BASE.rootfs();
+        let raw = dir.path().join("root.ext4");
+        format_disk(&spec, &tree, &raw).unwrap();
+        let meta = fs::metadata(&raw).unwrap();
+        assert_eq!(meta.len(), 2048 << 20);
+        assert!(meta.blocks() * 512 < 32 << 20, "sparse");
+        Tool::new("e2fsck", "checking").args(["-fn".as_ref(), raw.as_os_str()]).output().unwrap();
+        let shown = Tool::new("debugfs", "reading")
+            .args(["-R".as_ref(), "cat /hello".as_ref(), raw.as_os_str()])
+            .output()
+            .unwrap();
+        assert_eq!(shown, b"there");
+    }
+}

@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Every test and gate; what CI runs. Stages go on after a failure, so that one run shows all of them.
+#
+#   scripts/test.sh          all stages
+#   scripts/test.sh STAGE... some of them
+#   KEIKI_TEST_ALL=1         the long ones too
+. "$(dirname "$0")/lib.sh"
+
+STAGES=(setup fmt tidy deny clippy unit build template e2e sdk)
+LOGS=$STATE/logs
+PASSED=0 FAILED=0
+declare -A RESULT TIME
+mkdir -p "$LOGS"
+
+stage_setup() { scripts/setup.sh; }
+stage_fmt() { cargo fmt --all --check; }
+stage_tidy() { cargo xtask tidy; }
+stage_clippy() { cargo clippy --locked --workspace --all-targets -- -D warnings; }
+stage_build() { scripts/build.sh; }
+
+stage_deny() {
+    if ! cargo deny --version >/dev/null 2>&1; then
+        say "cargo-deny is not installed: bans, licences and sources were not checked"
+        return 0
+    fi
+    cargo deny --offline check bans licenses sources
+}
+
+stage_unit() { run_tests --workspace --exclude keiki-e2e; }
+
+# The parts that every real guest needs, made once and shared by all tests.
+stage_template() { cargo run --locked --release -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT/keiki-guest"; }
+
+stage_e2e() {
+    export KEIKI_BIN=$OUT/keiki KEIKI_GUEST=$OUT/keiki-guest KEIKI_TEST_DIR=$STATE/e2e
+    # Each test owns machines: more at once than CPUs would measure only the scheduler.
+    run_tests -p keiki-e2e
+}
+
+stage_sdk() {
+    [ -d sdk/python ] || { say "sdk/python is not there yet"; return 0; }
+    local python=$STATE/venv/bin/python
+    if ! "$python" -c 'import pytest' 2>/dev/null; then
+        rm -rf "$STATE/venv"
+        python3 -m venv "$STATE/venv"
+        "$python" -m pip install -q --disable-pip-version-check pytest
+    fi
+    KEIKI_BIN=$OUT/keiki KEIKI_GUEST=$OUT/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
+}
+
+# nextest where it is installed: it runs tests beside each other and names the slow ones.
+run_tests() {
+    if cargo nextest --version >/dev/null 2>&1; then
+        cargo nextest run --locked --no-fail-fast --no-tests=pass --status-level fail --final-status-level slow "$@"
+    else
+        say "cargo-nextest is not installed: using cargo test"
+        cargo test --locked --no-fail-fast "$@"
+    fi
+}
+
+# Adds up what nextest, cargo test and pytest say of themselves; a stage without tests counts as one.
+count() {
+    local log=$1 ok=$2 sums
+    sums=$(sed 's/\x1b\[[0-9;]*m//g' "$log" | awk '
+        /^ *Summary \[/ || /^test result:/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
+            for (i = 2; i <= NF; i++) {
+                if ($i ~ /^passed/) pass += $(i - 1)
+                if ($i ~ /^failed/) fail += $(i - 1)
+            }
+        }
+        END { print pass + 0, fail + 0 }')
+    local pass=${sums% *} fail=${sums#* }
+    if [ "$ok" = 0 ] && [ "$fail" = 0 ] && [ "$pass" = 0 ]; then pass=1; fi
+    if [ "$ok" != 0 ] && [ "$fail" = 0 ]; then fail=1; fi
+    PASSED=$((PASSED + pass)) FAILED=$((FAILED + fail))
+    COUNTED="$pass passed, $fail failed"
+}
+
+run_stage() {
+    local stage=$1 log=$LOGS/$1.log started=$SECONDS ok=0
+    say "== $stage"
+    # In a shell of its own, so that a failing command ends the stage and nothing else. `if` would switch off -e.
+    set +e
+    (set -e; "stage_$stage") </dev/null 2>&1 | tee "$log"
+    ok=${PIPESTATUS[0]}
+    set -e
+    count "$log" "$ok"
+    TIME[$stage]=$((SECONDS - started))
+    RESULT[$stage]=$([ "$ok" = 0 ] && printf 'ok' || printf 'FAILED')
+    say "== $stage: ${RESULT[$stage]}, $COUNTED, ${TIME[$stage]} s"
+    return "$ok"
+}
+
+skip_stage() {
+    RESULT[$1]="FAILED (needs $2)" TIME[$1]=0
+    FAILED=$((FAILED + 1))
+    say "== $1: not run, $2 failed"
+}
+
+main() {
+    local stage broken='' started=$SECONDS
+    [ $# -gt 0 ] || set -- "${STAGES[@]}"
+    for stage in "$@"; do
+        declare -F "stage_$stage" >/dev/null || die "no stage $stage: ${STAGES[*]}"
+    done
+    for stage in "$@"; do
+        case "$broken:$stage" in
+        :* | *:fmt | *:tidy | *:deny | *:clippy | *:unit) ;;
+        *)
+            skip_stage "$stage" "$broken"
+            continue
+            ;;
+        esac
+        # Real guests need all of these.
+        run_stage "$stage" || case $stage in setup | build | template) broken=$stage ;; esac
+    done
+    say
+    for stage in "$@"; do
+        printf '%-10s %-8s %5s s\n' "$stage" "${RESULT[$stage]}" "${TIME[$stage]}"
+    done
+    say "$PASSED passed, $FAILED failed in $((SECONDS - started)) s"
+    [ "$FAILED" = 0 ]
+}
+
+main "$@"
