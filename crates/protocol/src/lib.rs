@@ -2,6 +2,8 @@
 //! constants that make every guest alike (address, MAC, port name), so that any descendant of one frozen
 //! machine fits any slot.
 
+#[cfg(feature = "client")]
+pub mod client;
 pub mod handshake;
 
 /// The generated schema of `proto/guest.proto`.
