@@ -86,9 +86,9 @@ class Transport:
     """Connections to one base URL. Safe to share between threads; starts anew after ``os.fork``."""
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(url if "//" in url else "http://" + url)
+        parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"not an http or https URL: {url!r}")
+            raise ValueError(f"not an http or https URL: {url!r}, expected one like http://127.0.0.1:7777")
         try:
             port = parts.port
         except ValueError:
