@@ -27,6 +27,14 @@ PATCHES = {
     "sort": "sed -i 's/min(value, high)/sorted((low, value, high))[1]/' clamp.py",
 }
 
+#: A request that leaves a trace and tells whether another left one before.
+TRACE = """\
+import os
+seen = os.path.exists("/tmp/trace")
+open("/tmp/trace", "w").close()
+print("seen", seen)
+"""
+
 
 class FreshForEachRequest(LiveTest):
     def run_once(self, code: str) -> str:
@@ -39,9 +47,8 @@ class FreshForEachRequest(LiveTest):
             sandbox.kill()
 
     def test_no_request_sees_another(self) -> None:
-        trace = "import os\nseen = os.path.exists('/tmp/trace')\nopen('/tmp/trace', 'w').close()\nprint('seen', seen)"
-        self.assertEqual(self.run_once(trace), "seen False\n")
-        self.assertEqual(self.run_once(trace), "seen False\n")
+        self.assertEqual(self.run_once(TRACE), "seen False\n")
+        self.assertEqual(self.run_once(TRACE), "seen False\n")
         self.assertIn("ZeroDivisionError", self.run_once("1 / 0"))
 
 
