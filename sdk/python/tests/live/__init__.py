@@ -1,6 +1,7 @@
 """Tests against a node: at `KEIKI_URL`, with the key `KEIKI_API_KEY`, and a ready template `base`.
 
-They run in real guests and may do so under software emulation, so they keep the work in the guest light.
+Under pytest, `KEIKI_BIN` does instead of `KEIKI_URL`: `conftest.py` then starts a node of that program. The
+tests run in real guests and may do so under software emulation, so they keep the work in the guest light.
 """
 
 from __future__ import annotations
@@ -47,9 +48,14 @@ ASK = textwrap.dedent(
 )
 
 
-@unittest.skipUnless(os.environ.get("KEIKI_URL"), "KEIKI_URL is unset: these tests need a running node")
 class LiveTest(unittest.TestCase):
     """Deletes what a test made, also where it fails."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if not os.environ.get("KEIKI_URL"):
+            raise unittest.SkipTest("KEIKI_URL is unset: these tests need a running node")
 
     def keep(self, sandbox: Sandbox) -> Sandbox:
         """Sees to it that the sandbox is gone after the test."""
@@ -73,12 +79,12 @@ class LiveTest(unittest.TestCase):
 
     def start_holder(self, sandbox: Sandbox) -> list[str]:
         """Leaves a process with state in RAM behind; returns what it says first."""
-        sandbox.filesystem.write("/work/holder.py", HOLDER)
-        sandbox.filesystem.write("/work/ask.py", ASK)
-        sandbox.exec("setsid python3 /work/holder.py </dev/null >/tmp/holder.log 2>&1 &", check=True)
+        sandbox.filesystem.write("/app/holder.py", HOLDER)
+        sandbox.filesystem.write("/app/ask.py", ASK)
+        sandbox.exec("setsid python3 /app/holder.py </dev/null >/tmp/holder.log 2>&1 &", check=True)
         return self.ask(sandbox)
 
     def ask(self, sandbox: Sandbox, *words: str) -> list[str]:
         """What the process in this copy of the machine says."""
-        result = sandbox.exec(["python3", "/work/ask.py", *words], timeout_seconds=60, check=True)
+        result = sandbox.exec(["python3", "/app/ask.py", *words], timeout_seconds=60, check=True)
         return result.stdout.split()

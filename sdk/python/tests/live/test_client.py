@@ -18,6 +18,7 @@ class Shared(LiveTest):
 
     @classmethod
     def setUpClass(cls) -> None:
+        super().setUpClass()
         cls.sandbox = Sandbox.create(template="base", ttl_seconds=600, metadata={"test": "client"})
 
     @classmethod

@@ -96,10 +96,10 @@ class Contract(LiveTest):
         """State in a file, in tmpfs and in the RAM of a process; returns how to ask for all three."""
         base = f"/sandboxes/{sandbox['id']}/fs?path="
         for name, text in (("holder.py", HOLDER), ("ask.py", ASK)):
-            self.assertEqual(call("PUT", f"{base}/work/{name}", text.encode()).status // 100, 2)
-        self.exec(sandbox, "echo disk >/work/state; echo memory >/dev/shm/state; sync")
-        self.exec(sandbox, "setsid python3 /work/holder.py </dev/null >/dev/null 2>&1 &")
-        return "cat /work/state /dev/shm/state; python3 /work/ask.py | cut -d' ' -f1-3"
+            self.assertEqual(call("PUT", f"{base}/app/{name}", text.encode()).status // 100, 2)
+        self.exec(sandbox, "echo disk >/app/state; echo memory >/dev/shm/state; sync")
+        self.exec(sandbox, "setsid python3 /app/holder.py </dev/null >/dev/null 2>&1 &")
+        return "cat /app/state /dev/shm/state; python3 /app/ask.py | cut -d' ' -f1-3"
 
     def test_01_create_is_ready_when_it_answers(self) -> None:
         sandbox = self.create()

@@ -40,8 +40,8 @@ class FreshForEachRequest(LiveTest):
     def run_once(self, code: str) -> str:
         sandbox = self.keep(Sandbox.create(template="base", ttl_seconds=120))
         try:
-            sandbox.filesystem.write("/work/main.py", code)
-            result = sandbox.exec("cd /work && python main.py", timeout_seconds=30)
+            sandbox.filesystem.write("/app/main.py", code)
+            result = sandbox.exec("cd /app && python main.py", timeout_seconds=30)
             return result.stdout if result.exit_code == 0 else result.stderr
         finally:
             sandbox.kill()
@@ -56,19 +56,19 @@ class WarmOnceThenBranch(LiveTest):
     def test_passing_branches_stay_the_others_go(self) -> None:
         # The expensive part, once.
         parent = self.keep(Sandbox.create(template="base", ttl_seconds=3600))
-        setup = "git init -q /work && cd /work && git config user.email a@b.c && git config user.name a"
+        setup = "git init -q /app && cd /app && git config user.email a@b.c && git config user.name a"
         parent.exec(setup, check=True)
-        parent.filesystem.write("/work/clamp.py", CLAMP)
-        parent.filesystem.write("/work/check.py", CHECK)
-        parent.exec("cd /work && git add . && git commit -qm start && python -m compileall -q .", check=True)
-        parent.filesystem.write("/work/goal.md", "make the failing check pass\n")
-        self.assertNotEqual(parent.exec("cd /work && python check.py").exit_code, 0)
+        parent.filesystem.write("/app/clamp.py", CLAMP)
+        parent.filesystem.write("/app/check.py", CHECK)
+        parent.exec("cd /app && git add . && git commit -qm start && python -m compileall -q .", check=True)
+        parent.filesystem.write("/app/goal.md", "make the failing check pass\n")
+        self.assertNotEqual(parent.exec("cd /app && python check.py").exit_code, 0)
 
         winners: dict[str, Sandbox] = {}
         for name, patch in PATCHES.items():
             child = self.keep(parent.fork())
-            child.exec(f"cd /work && {patch}", check=True)
-            result = child.exec("cd /work && python check.py", timeout_seconds=300)
+            child.exec(f"cd /app && {patch}", check=True)
+            result = child.exec("cd /app && python check.py", timeout_seconds=300)
             if result.exit_code == 0:
                 winners[name] = child
             else:
@@ -76,34 +76,34 @@ class WarmOnceThenBranch(LiveTest):
         self.assertEqual(sorted(winners), ["nest", "sort"])
 
         # The parent saw none of it; the winners outlive it, each with its own change and the common goal.
-        self.assertEqual(parent.exec("cd /work && git diff --stat").stdout, "")
+        self.assertEqual(parent.exec("cd /app && git diff --stat").stdout, "")
         parent.kill()
-        diffs = {child.exec("cd /work && git diff", check=True).stdout for child in winners.values()}
+        diffs = {child.exec("cd /app && git diff", check=True).stdout for child in winners.values()}
         self.assertEqual(len(diffs), len(winners))
         for child in winners.values():
-            self.assertEqual(child.filesystem.read_text("/work/goal.md"), "make the failing check pass\n")
+            self.assertEqual(child.filesystem.read_text("/app/goal.md"), "make the failing check pass\n")
 
 
 class SavePointBesideForks(LiveTest):
     def test_branches_share_the_past_only(self) -> None:
         parent = self.keep(Sandbox.create(template="base", persistent=True))
         primed = self.start_holder(parent)
-        parent.filesystem.write("/work/plan.md", "try both sides\n")
+        parent.filesystem.write("/app/plan.md", "try both sides\n")
 
         save_point = self.keep_snapshot(parent.snapshot())
         branches = [self.keep(parent.fork()) for _ in range(4)]
         try:
             for number, child in enumerate(branches):
-                child.filesystem.write("/work/branch", str(number))
+                child.filesystem.write("/app/branch", str(number))
                 answers = [self.ask(child, f"--branch={number}") for _ in range(number + 1)]
                 # The same fixtures, made once; a count of its own that went on from the parent's.
                 self.assertEqual(answers[-1][:3], primed[:3])
                 self.assertEqual(answers[-1][3:], [str(1 + number + 1), f"--branch={number}"])
             for number, child in enumerate(branches):
-                self.assertEqual(child.filesystem.read_text("/work/branch"), str(number))
-                self.assertEqual(child.filesystem.read_text("/work/plan.md"), "try both sides\n")
+                self.assertEqual(child.filesystem.read_text("/app/branch"), str(number))
+                self.assertEqual(child.filesystem.read_text("/app/plan.md"), "try both sides\n")
                 self.assertEqual(child.parent_sandbox_id, parent.id)
-            self.assertFalse(parent.filesystem.exists("/work/branch"))
+            self.assertFalse(parent.filesystem.exists("/app/branch"))
             self.assertEqual(self.ask(parent)[3], "2")
         finally:
             for child in branches:
@@ -113,16 +113,16 @@ class SavePointBesideForks(LiveTest):
         # The save point is of before all that.
         restored = self.keep(save_point.restore(ttl_seconds=120))
         self.assertEqual(self.ask(restored), [*primed[:3], "2"])
-        self.assertFalse(restored.filesystem.exists("/work/branch"))
+        self.assertFalse(restored.filesystem.exists("/app/branch"))
         self.assertEqual(restored.from_snapshot, save_point.id)
 
 
 class SnapshotOutlivesItsParent(LiveTest):
     def test_eight_workers_from_one_warm_import(self) -> None:
         parent = self.keep(Sandbox.create(template="base", ttl_seconds=1800))
-        parent.filesystem.write("/work/lib/heavy.py", "import json, decimal\n__version__ = '1.2'\n")
-        parent.exec("cd /work/lib && python -m compileall -q .", timeout_seconds=300, check=True)
-        command = "PYTHONPATH=/work/lib python -c 'import heavy; print(heavy.__version__)'"
+        parent.filesystem.write("/app/lib/heavy.py", "import json, decimal\n__version__ = '1.2'\n")
+        parent.exec("cd /app/lib && python -m compileall -q .", timeout_seconds=300, check=True)
+        command = "PYTHONPATH=/app/lib python -c 'import heavy; print(heavy.__version__)'"
         parent.exec(command, check=True)
         primed = self.start_holder(parent)
 
