@@ -1,0 +1,208 @@
+"""What the node answers, as plain typed values. Unknown fields of newer nodes are ignored."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Tuple
+
+
+def text(data: Mapping[str, Any], name: str) -> str:
+    """A field as text; empty where it is missing or null."""
+    value = data.get(name)
+    return "" if value is None else str(value)
+
+
+def optional_text(data: Mapping[str, Any], name: str) -> str | None:
+    """A field as text; None where it is missing, null or empty."""
+    return text(data, name) or None
+
+
+def number(data: Mapping[str, Any], name: str) -> int:
+    """A field as an integer; 0 where it is missing or null."""
+    return int(data.get(name) or 0)
+
+
+def labels(data: Mapping[str, Any]) -> Dict[str, str]:
+    """The field ``metadata``."""
+    return {str(key): str(value) for key, value in (data.get("metadata") or {}).items()}
+
+
+def unbase64(value: object) -> bytes | None:
+    """Bytes of a base64 field; None where it is missing or damaged."""
+    if not isinstance(value, str):
+        return None
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an operation."""
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long an operation took at the node, in ms. None: has no such part."""
+
+    total_ms: float
+    vcpu_pause_ms: float | None
+    user_pause_ms: float | None
+    thaw_ms: float | None
+    release_ms: float | None
+    steps: Tuple[Step, ...]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any] | None) -> Timings | None:
+        """From the wire."""
+        if not data:
+            return None
+
+        def ms(name: str) -> float | None:
+            value = data.get(name)
+            return None if value is None else float(value)
+
+        steps = tuple(
+            Step(text(step, "name"), float(step.get("ms") or 0)) for step in data.get("steps") or []
+        )
+        return cls(
+            total_ms=ms("total_ms") or 0.0,
+            vcpu_pause_ms=ms("vcpu_pause_ms"),
+            user_pause_ms=ms("user_pause_ms"),
+            thaw_ms=ms("thaw_ms"),
+            release_ms=ms("release_ms"),
+            steps=steps,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Host memory behind a sandbox, in bytes."""
+
+    guest_bytes: int
+    rss_bytes: int
+    pss_bytes: int
+    private_bytes: int
+    shared_bytes: int
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any] | None) -> MemoryUse | None:
+        """From the wire."""
+        if not data:
+            return None
+        return cls(
+            guest_bytes=number(data, "guest_bytes"),
+            rss_bytes=number(data, "rss_bytes"),
+            pss_bytes=number(data, "pss_bytes"),
+            private_bytes=number(data, "private_bytes"),
+            shared_bytes=number(data, "shared_bytes"),
+        )
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """How long a sandbox may idle, and what happens then."""
+
+    ttl_seconds: int
+    persistent: bool
+    idle_seconds: int
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Lifecycle:
+        """From the wire."""
+        return cls(number(data, "ttl_seconds"), bool(data.get("persistent")), number(data, "idle_seconds"))
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file, directory or other entry in a sandbox. A symlink is itself, not what it points to."""
+
+    name: str
+    path: str
+    is_dir: bool
+    size: int
+    #: Permission bits as octal text, for example ``0644``.
+    mode: str
+    #: Seconds since the epoch.
+    mtime: int
+    #: ``file``, ``dir``, ``symlink``, ``fifo``, ``socket``, ``block`` or ``char``.
+    kind: str
+    uid: int
+    gid: int
+    #: Where a symlink points.
+    target: str | None
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> FileEntry:
+        """From the wire."""
+        return cls(
+            name=text(data, "name"),
+            path=text(data, "path"),
+            is_dir=bool(data.get("is_dir")),
+            size=number(data, "size"),
+            mode=text(data, "mode"),
+            mtime=number(data, "mtime"),
+            kind=text(data, "kind"),
+            uid=number(data, "uid"),
+            gid=number(data, "gid"),
+            target=optional_text(data, "target"),
+        )
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """A command that has ended."""
+
+    #: As text; bytes that are no UTF-8 are replaced. ``stdout_bytes`` is exact.
+    stdout: str
+    stderr: str
+    #: As a shell reports it: 128+n for signal n, 127 not found, 126 not executable.
+    exit_code: int
+    duration_ms: int
+    #: More than 16 MiB came on a stream and the rest is not in here.
+    truncated: bool
+    stdout_bytes: bytes
+    stderr_bytes: bytes
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> ExecResult:
+        """From the wire."""
+        stdout, stderr = text(data, "stdout"), text(data, "stderr")
+        exact_out, exact_err = unbase64(data.get("stdout_base64")), unbase64(data.get("stderr_base64"))
+        return cls(
+            stdout=stdout,
+            stderr=stderr,
+            exit_code=number(data, "exit_code"),
+            duration_ms=number(data, "duration_ms"),
+            truncated=bool(data.get("truncated")),
+            stdout_bytes=stdout.encode() if exact_out is None else exact_out,
+            stderr_bytes=stderr.encode() if exact_err is None else exact_err,
+        )
+
+
+@dataclass(frozen=True)
+class ExecEvent:
+    """One piece of a running command's life."""
+
+    #: ``stdout``, ``stderr`` or ``exit``.
+    kind: str
+    #: The piece as text.
+    text: str = ""
+    #: The piece, exact.
+    data: bytes = b""
+    #: Only of ``exit``.
+    exit_code: int = 0
+    duration_ms: int | None = None
+
+
+def items(data: object, *names: str) -> List[Mapping[str, Any]]:
+    """The list in an answer: bare, or under one of ``names``."""
+    if isinstance(data, Mapping):
+        data = next((data[name] for name in names if data.get(name) is not None), [])
+    return list(data) if isinstance(data, list) else []

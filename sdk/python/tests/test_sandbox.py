@@ -1,0 +1,326 @@
+"""What each call sends and what it makes of the answer."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+import unittest
+from unittest import mock
+
+from wire import SANDBOX, WireTest, answer, child, chunked
+
+import keiki
+from keiki import Sandbox, Snapshot
+
+ID = SANDBOX["id"]
+SNAPSHOT = {"id": "0189-snap", "sandbox_id": ID, "template": "base", "size_bytes": 4096, "metadata": None}
+
+
+def frame(name: str, data: object) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+class Verbs(WireTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.sandbox = Sandbox(SANDBOX, self.client)
+
+    def sent(self, at: int = -1) -> tuple[str, str, object]:
+        request = self.requests[at]
+        return request.method, request.path, json.loads(request.body) if request.body else None
+
+    def test_create_sends_only_what_was_given(self) -> None:
+        self.script(answer(201, SANDBOX), answer(201, SANDBOX))
+        sandbox = Sandbox.create(client=self.client)
+        self.assertEqual(self.sent(), ("POST", "/v1/sandboxes", {}))
+        Sandbox.create(
+            template="base", ttl_seconds=0, persistent=True, metadata={"k": "v"}, client=self.client
+        )
+        wanted = {"template": "base", "ttl_seconds": 0, "persistent": True, "metadata": {"k": "v"}}
+        self.assertEqual(self.sent(), ("POST", "/v1/sandboxes", wanted))
+        self.assertEqual((sandbox.id, sandbox.status, sandbox.metadata), (ID, "running", {"a": "b"}))
+        self.assertEqual(sandbox.timings.thaw_ms, 80.25)
+        self.assertEqual(sandbox.timings.steps[0], keiki.Step("slot", 1.5))
+        self.assertIsNone(sandbox.timings.vcpu_pause_ms)
+
+    def test_fork_one_and_many(self) -> None:
+        self.script(
+            answer(201, {"sandbox": child(2), "children": [child(2)]}),
+            answer(201, {"sandbox": child(2), "children": [child(2), child(3)]}),
+        )
+        one = self.sandbox.fork()
+        self.assertEqual(self.sent(), ("POST", f"/v1/sandboxes/{ID}/fork", None))
+        many = self.sandbox.fork(count=2, ttl_seconds=9, metadata={})
+        self.assertEqual(
+            self.sent(), ("POST", f"/v1/sandboxes/{ID}/fork", {"count": 2, "ttl_seconds": 9, "metadata": {}})
+        )
+        self.assertEqual(one.parent_sandbox_id, ID)
+        self.assertEqual([kid.id for kid in many], [child(2)["id"], child(3)["id"]])
+
+    def test_fewer_children_than_asked_for_are_an_error(self) -> None:
+        self.script(answer(201, {"sandbox": child(2), "children": [child(2)]}))
+        with self.assertRaises(keiki.ServerError):
+            self.sandbox.fork(count=2)
+
+    def test_snapshots(self) -> None:
+        self.script(
+            answer(201, dict(SNAPSHOT, timings={"total_ms": 9, "vcpu_pause_ms": 4.5})),
+            answer(201, child(2)),
+            answer(201, child(3)),
+            answer(200, {"snapshots": [SNAPSHOT]}),
+            answer(200, SNAPSHOT),
+            answer(204),
+        )
+        snapshot = self.sandbox.snapshot()
+        self.assertEqual(self.sent(), ("POST", f"/v1/sandboxes/{ID}/snapshots", None))
+        self.assertEqual(snapshot.timings.vcpu_pause_ms, 4.5)
+        self.assertEqual(snapshot.fork(ttl_seconds=300).id, child(2)["id"])
+        self.assertEqual(
+            self.sent(), ("POST", "/v1/sandboxes", {"from_snapshot": SNAPSHOT["id"], "ttl_seconds": 300})
+        )
+        self.assertEqual(snapshot.restore().id, child(3)["id"])
+        [listed] = Snapshot.list(sandbox_id=ID, client=self.client)
+        self.assertEqual(self.sent(), ("GET", f"/v1/snapshots?sandbox_id={ID}", None))
+        self.assertEqual((listed.id, listed.metadata, listed.timings), (SNAPSHOT["id"], {}, None))
+        Snapshot.get(SNAPSHOT["id"], client=self.client).delete()
+        self.assertEqual(self.sent(), ("DELETE", f"/v1/snapshots/{SNAPSHOT['id']}", None))
+
+    def test_life(self) -> None:
+        paused = dict(SANDBOX, status="paused")
+        state = {"ttl_seconds": 60, "persistent": True, "idle_seconds": 3}
+        self.script(
+            answer(200, paused), answer(204), answer(200, SANDBOX), answer(200, state), answer(200, state)
+        )
+        self.sandbox.pause()
+        self.assertEqual(self.sandbox.status, "paused")
+        self.sandbox.resume()  # an empty answer: asks
+        self.assertEqual(self.sandbox.status, "running")
+        self.assertEqual(self.sandbox.set_ttl(60), keiki.Lifecycle(60, True, 3))
+        self.assertEqual(self.sent(), ("PATCH", f"/v1/sandboxes/{ID}/lifecycle", {"ttl_seconds": 60}))
+        self.assertTrue(self.sandbox.persistent)
+        self.assertEqual(self.sandbox.lifecycle().idle_seconds, 3)
+        self.script(answer(200, "gone to sleep\nü".encode()))
+        self.assertEqual(self.sandbox.logs(), "gone to sleep\nü")
+
+    def test_context_manager(self) -> None:
+        self.script(answer(204))
+        with self.sandbox:
+            pass
+        self.assertEqual(self.sent(), ("DELETE", f"/v1/sandboxes/{ID}", None))
+        self.requests.clear()
+        with Sandbox(dict(SANDBOX, persistent=True), self.client):
+            pass
+        with self.sandbox:  # killed by hand already
+            pass
+        self.assertEqual(self.requests, [])
+        self.script(answer(404, {"error": "gone"}))
+        with Sandbox(SANDBOX, self.client):
+            pass
+
+
+class Exec(WireTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.sandbox = Sandbox(SANDBOX, self.client)
+
+    def test_buffered(self) -> None:
+        raw = b"\xff\x00"
+        reply = {
+            "stdout": "\ufffd\x00",
+            "stdout_base64": base64.b64encode(raw).decode(),
+            "stderr": "é",
+            "exit_code": 3,
+            "duration_ms": 12,
+            "truncated": True,
+        }
+        self.script(answer(200, reply))
+        result = self.sandbox.exec(
+            "cat", timeout_seconds=1.5, env={"A": "b"}, cwd="/tmp", user="nobody", stdin=raw
+        )
+        self.assertEqual(
+            self.requests[0].json(),
+            {
+                "cmd": "cat",
+                "timeout_seconds": 1.5,
+                "env": {"A": "b"},
+                "cwd": "/tmp",
+                "user": "nobody",
+                "stdin_base64": "/wA=",
+            },
+        )
+        self.assertEqual((result.stdout_bytes, result.stderr_bytes), (raw, "é".encode()))
+        self.assertEqual((result.exit_code, result.duration_ms, result.truncated), (3, 12, True))
+
+    def test_argv_and_text_input(self) -> None:
+        self.script(answer(200, {"stdout": "", "stderr": "", "exit_code": 0}))
+        self.sandbox.exec(["echo", "a b"], stdin="x")
+        self.assertEqual(self.requests[0].json(), {"argv": ["echo", "a b"], "stdin": "x"})
+
+    def test_check(self) -> None:
+        self.script(answer(200, {"stdout": "o", "stderr": "it broke\n", "exit_code": 2}))
+        with self.assertRaisesRegex(keiki.CommandFailed, "exit code 2: it broke") as caught:
+            self.sandbox.exec("false", check=True)
+        self.assertEqual((caught.exception.exit_code, caught.exception.stdout), (2, "o"))
+
+    def test_streamed_over_any_border(self) -> None:
+        stream = b"".join(
+            [
+                frame("stdout", {"chunk": "х…Å\u2028é"}),
+                b": ping\n\n",
+                frame("stderr", {"chunk": "\ufffd", "base64": "/w=="}),
+                frame("a kind of tomorrow", {"x": 1}),
+                frame("stdout", {"chunk": "end\n"}),
+                frame("exit", {"exit_code": 130}),
+            ]
+        )
+        for size in (1, 7, len(stream)):
+            self.script(chunked(*[stream[at : at + size] for at in range(0, len(stream), size)]))
+            out: list[str] = []
+            err: list[str] = []
+            result = self.sandbox.exec("x", on_stdout=out.append, on_stderr=err.append)
+            self.assertEqual(out, ["х…Å\u2028é", "end\n"])
+            self.assertEqual(err, ["\ufffd"])
+            self.assertEqual(result.stdout, "х…Å\u2028éend\n")
+            self.assertEqual(result.stderr_bytes, b"\xff")
+            self.assertEqual((result.exit_code, result.truncated), (130, False))
+            self.assertEqual(self.requests[-1].path, f"/v1/sandboxes/{ID}/exec/stream")
+            self.assertEqual(self.requests[-1].headers["Accept"], "text/event-stream")
+
+    def test_output_is_handed_over_as_it_comes(self) -> None:
+        self.script(chunked(frame("stdout", {"chunk": "1"}), frame("exit", {"exit_code": 0}), pause=0.4))
+        started = time.monotonic()
+        seen: list[float] = []
+        self.sandbox.exec("x", on_stdout=lambda _: seen.append(time.monotonic() - started))
+        self.assertLess(seen[0], 0.3)
+
+    def test_the_result_keeps_a_bounded_part(self) -> None:
+        self.script(chunked(*[frame("stdout", {"chunk": "abcdé"})] * 3, frame("exit", {"exit_code": 0})))
+        seen: list[str] = []
+        with mock.patch("keiki.sandbox.KEEP_BYTES", 8):
+            result = self.sandbox.exec("x", on_stdout=seen.append)
+        self.assertEqual("".join(seen), "abcdé" * 3)
+        self.assertEqual((result.stdout_bytes, result.truncated), (b"abcd\xc3\xa9ab", True))
+
+    def test_timeout_and_failure_in_the_stream(self) -> None:
+        self.script(
+            chunked(
+                frame("stdout", {"chunk": "so far"}), frame("error", {"error": "command timeout after 1s"})
+            ),
+            chunked(frame("error", {"error": "the machine has ended"})),
+        )
+        with self.assertRaises(keiki.SandboxTimeout) as caught:
+            self.sandbox.exec("x", on_stdout=lambda _: None, timeout_seconds=1)
+        self.assertEqual(caught.exception.stdout, "so far")
+        with self.assertRaisesRegex(keiki.ServerError, "has ended"):
+            self.sandbox.exec("x", on_stdout=lambda _: None)
+
+    def test_a_stream_without_its_end_is_no_success(self) -> None:
+        for finish in (True, False):
+            self.script(chunked(frame("stdout", {"chunk": "part"}), finish=finish))
+            with self.subTest(finish=finish), self.assertRaises(keiki.ExecInterrupted) as caught:
+                self.sandbox.exec("x", on_stdout=lambda _: None)
+            self.assertEqual(caught.exception.stdout, "part")
+
+    def test_a_callback_that_raises_ends_the_stream(self) -> None:
+        self.script(
+            chunked(*[frame("stdout", {"chunk": "x"})] * 50, frame("exit", {"exit_code": 0}), pause=0.01)
+        )
+
+        def fail(_: str) -> None:
+            raise LookupError
+
+        with self.assertRaises(LookupError):
+            self.sandbox.exec("x", on_stdout=fail)
+        self.assertEqual(self.client._transport._idle, [], "the half-read connection is not kept")
+
+    def test_events(self) -> None:
+        self.script(
+            chunked(frame("stdout", {"chunk": "a"}), frame("exit", {"exit_code": 1, "duration_ms": 5}))
+        )
+        got = list(self.sandbox.exec_stream("x"))
+        self.assertEqual([event.kind for event in got], ["stdout", "exit"])
+        self.assertEqual((got[0].data, got[1].exit_code, got[1].duration_ms), (b"a", 1, 5))
+
+
+class Files(WireTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.files = Sandbox(SANDBOX, self.client).filesystem
+
+    def test_bytes_stay_bytes(self) -> None:
+        every = bytes(range(256)) * 700
+        self.script(answer(200, every), chunked(every[:5], every[5:]), answer(200, "é".encode()))
+        self.assertEqual(self.files.read("/x"), every)
+        self.assertEqual(b"".join(self.files.read_stream("/x")), every)
+        self.assertEqual(self.files.read_text("/x"), "é")
+        peers = {request.peer for request in self.requests}
+        self.assertEqual(len(peers), 1, "a body of known length gives its connection back")
+
+    def test_a_file_that_was_cut_off_is_no_file(self) -> None:
+        def short(handler) -> None:  # type: ignore[no-untyped-def]
+            handler.send_response(200)
+            handler.send_header("Content-Length", "10")
+            handler.end_headers()
+            handler.wfile.write(b"half")
+            handler.close_connection = True
+
+        self.script(short, chunked(b"half", finish=False))
+        for _ in range(2):
+            with self.assertRaises(keiki.ConnectionError):
+                self.files.read("/x")
+
+    def test_write(self) -> None:
+        for data in (b"\x00\xff", "é", io.BytesIO(b"abc"), b""):
+            self.script(answer(200, {"path": "/x", "bytes": 3}))
+            self.assertEqual(self.files.write("/x", data, mode=0o755), 3)
+        bodies = [request.body for request in self.requests]
+        self.assertEqual(bodies, [b"\x00\xff", "é".encode(), b"abc", b""])
+        self.assertEqual(
+            {request.path for request in self.requests}, {f"/v1/sandboxes/{ID}/fs?path=%2Fx&mode=0755"}
+        )
+        self.assertEqual({r.headers["Content-Type"] for r in self.requests}, {"application/octet-stream"})
+        self.assertEqual(self.requests[2].headers["Transfer-Encoding"], "chunked")
+        self.assertEqual(self.requests[3].headers["Content-Length"], "0")
+
+    def test_list_stat_exists(self) -> None:
+        entry = {"name": "a", "path": "/t/a", "is_dir": False, "size": 3, "mode": "0644", "mtime": 5}
+        entry = dict(entry, kind="symlink", uid=1, gid=2, target="/b")
+        self.script(
+            answer(200, {"entries": [entry]}),
+            answer(200, {"entries": None}),
+            answer(200, entry),
+            answer(200, entry),
+            answer(404, {"error": "no such file"}),
+        )
+        [listed] = self.files.list("/t")
+        self.assertEqual((listed.path, listed.mode, listed.target), ("/t/a", "0644", "/b"))
+        self.assertEqual(self.files.list("/empty"), [])
+        self.assertEqual(self.files.stat("/t/a"), listed)
+        self.assertEqual([self.files.exists("/t/a"), self.files.exists("/no")], [True, False])
+
+    def test_changes(self) -> None:
+        self.script(*[answer(204)] * 5)
+        self.files.mkdir("/d", parents=True, mode=0o700)
+        self.files.rename("/a", "/b")
+        self.files.remove("/d", recursive=True)
+        self.files.chmod("/b", "755")
+        self.files.symlink("/target", "/link")
+        sent = [(request.path.rpartition("/")[2], request.json()) for request in self.requests]
+        self.assertEqual(
+            sent,
+            [
+                ("mkdir", {"path": "/d", "recursive": True, "mode": "0700"}),
+                ("rename", {"path": "/b", "from": "/a"}),
+                ("remove", {"path": "/d", "recursive": True}),
+                ("chmod", {"path": "/b", "mode": "0755"}),
+                ("symlink", {"path": "/link", "target": "/target"}),
+            ],
+        )
+        with self.assertRaises(ValueError):
+            self.files.chmod("/b", 0o10000)
+
+
+if __name__ == "__main__":
+    unittest.main()
