@@ -43,6 +43,13 @@ impl Places {
         fs::create_dir_all(&root)?;
         Ok(Self { root, cache, bin })
     }
+
+    /// A small file for a test; returns its path.
+    pub fn file(&self, name: &str, contents: &str) -> Result<String> {
+        let path = self.root.join(name);
+        fs::write(&path, contents)?;
+        Ok(path.to_string_lossy().into_owned())
+    }
 }
 
 /// How a node is to be.

@@ -183,7 +183,7 @@ impl Slots {
     /// Ends the pool: removes the slots ahead, and everything on the host if no slot is in `keep`. Slots in
     /// `keep` go on without a name server until the next start adopts them; slots that were taken and are
     /// neither kept nor given back are removed.
-    pub async fn stop(self, keep: &[u16]) {
+    pub async fn stop(&self, keep: &[u16]) {
         self.refill.abort();
         // A build that was under way ends by itself; its slot is in `used`.
         let _all = self.inner.builders.acquire_many(BUILDERS as u32).await;

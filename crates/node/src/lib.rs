@@ -8,6 +8,7 @@ pub mod error;
 pub mod exec;
 pub mod files;
 pub mod http;
+mod admission;
 mod guest;
 mod lifecycle;
 mod node;

@@ -1,4 +1,6 @@
 //! Small safe wrappers over Linux, and the only place (with one file of the guest) where `unsafe` is allowed.
 
 pub mod netns;
+pub mod reflink;
+pub mod sparse;
 pub mod tap;

@@ -109,7 +109,7 @@ impl Inner {
 
     /// A sandbox with a machine, its verb held: woken first if it is hibernated.
     async fn frozen_verb<'a>(
-        &self,
+        self: &Arc<Self>,
         sandbox: &'a Arc<Sandbox>,
         verb: Verb,
     ) -> Result<(tokio::sync::MutexGuard<'a, ()>, Option<Arc<Live>>)> {
@@ -124,7 +124,7 @@ impl Inner {
         Ok((guard, Some(live)))
     }
 
-    pub(super) async fn snapshot(&self, id: SandboxId) -> Result<api::Snapshot> {
+    pub(super) async fn snapshot(self: &Arc<Self>, id: SandboxId) -> Result<api::Snapshot> {
         let mut clock = Clock::start();
         let sandbox = self.sandbox(id)?;
         let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
@@ -181,7 +181,7 @@ impl Inner {
         Ok((snapshot, taken))
     }
 
-    pub(super) async fn fork(&self, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
+    pub(super) async fn fork(self: &Arc<Self>, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
         let mut clock = Clock::start();
         let count = request::fork_count(fork.count)?;
         let sandbox = self.sandbox(id)?;
@@ -279,7 +279,7 @@ impl Inner {
     }
 
     async fn finish_fork(
-        &self,
+        self: &Arc<Self>,
         parent: &SandboxRecord,
         children: Vec<SandboxRecord>,
         lives: Vec<(Live, Clock)>,

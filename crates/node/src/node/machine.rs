@@ -129,7 +129,8 @@ impl Inner {
         who: Individual,
         clock: &mut Clock,
     ) -> Result<GuestLink> {
-        let connect = GuestLink::connect(&machine.agent_socket(), who.generation);
+        let socket = machine.agent_socket();
+        let connect = GuestLink::connect(&socket, who.generation);
         let guest = tokio::select! {
             guest = connect => guest?,
             how = machine.ended() => {

@@ -1,0 +1,74 @@
+//! The tests, by what they are about.
+
+mod api;
+mod crash;
+mod disk;
+mod exec;
+mod files;
+mod lifecycle;
+mod lineage;
+mod network;
+mod state;
+
+use crate::Test;
+use anyhow::{Result, bail, ensure};
+
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        vec![$((
+            concat!(stringify!($module), "::", stringify!($name)),
+            (|world| Box::pin($module::$name(world))) as Test,
+        )),*]
+    };
+}
+
+/// All of them, the quick ones first.
+pub fn all() -> Vec<(&'static str, Test)> {
+    tests![
+        api::requests_are_checked_and_named,
+        api::unknown_things_are_404,
+        api::a_key_is_required_where_one_is_set,
+        api::fork_tree_and_promote,
+        exec::streams_exit_codes_and_surroundings,
+        exec::a_timeout_kills_everything_it_started,
+        exec::a_background_child_does_not_hold_the_call,
+        exec::long_output_is_whole_in_the_stream_and_cut_in_the_buffer,
+        exec::input_reaches_the_command,
+        exec::many_at_once,
+        files::odd_names_and_modes_survive,
+        files::big_files_round_trip,
+        files::errors_say_what_is_wrong,
+        state::memory_tmpfs_and_disk_are_carried_by_fork_and_restore,
+        state::unsynced_writes_are_of_the_same_instant,
+        state::divergence_never_leaks,
+        state::a_copy_is_a_new_individual,
+        lineage::a_child_outlives_its_parent,
+        lineage::a_fork_of_a_fork,
+        lineage::a_snapshot_outlives_its_ancestors,
+        lineage::chained_snapshots,
+        lineage::many_children_at_once,
+        lineage::a_fork_is_all_or_nothing,
+        lifecycle::paused_and_resumed,
+        lifecycle::hibernated_and_woken_by_use,
+        lifecycle::the_ttl_deletes_or_hibernates,
+        lifecycle::a_guest_that_dies_is_reported,
+        network::two_restores_at_once_have_network_and_names,
+        network::egress_defaults,
+        crash::a_killed_node_finds_its_machines_again,
+        crash::killed_in_the_middle_of_everything,
+        disk::a_full_disk_refuses_and_loses_nothing,
+    ]
+}
+
+/// The call was refused with this status, and the sentence has these words.
+pub fn refused<T>(answer: keiki_client::Result<T>, status: u16, words: &str) -> Result<()> {
+    match answer {
+        Ok(_) => bail!("it was accepted, not refused with {status} ({words})"),
+        Err(error) => {
+            let said = error.to_string();
+            ensure!(error.status() == Some(status), "status {:?}, not {status}: {said}", error.status());
+            ensure!(said.contains(words), "{said:?} does not say {words:?}");
+            Ok(())
+        }
+    }
+}
