@@ -7,8 +7,8 @@ use futures::stream::BoxStream;
 use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle, Promote,
-        Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
+        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
     },
 };
 

@@ -109,6 +109,8 @@ failures! {
     Named { 404: "There is no such thing" }
     /// A route that wants a state.
     Stateful { 409: "The state does not allow it" }
+    /// A route that moves a machine from state to state.
+    Mover { 409: "The state does not allow it", 504: "The machine took too long" }
     /// A route that reaches into a guest, waking it where it sleeps.
     Guest {
         409: "The sandbox is not running and does not wake by itself",
@@ -163,11 +165,12 @@ mod tests {
         for (path, item) in document["paths"].as_object().unwrap() {
             for (method, operation) in item.as_object().unwrap() {
                 let statuses = operation["responses"].as_object().unwrap();
-                let good = statuses.keys().filter(|status| !matches!(status.as_bytes()[0], b'4' | b'5')).count();
+                let good =
+                    statuses.keys().filter(|status| !matches!(status.as_bytes()[0], b'4' | b'5')).count();
                 assert_eq!(good, 1, "{method} {path}");
                 let open = path == "/healthz";
                 assert_eq!(statuses.contains_key("401"), !open, "{method} {path}");
-                assert_eq!(statuses.contains_key("404"), path.contains('{'), "{method} {path}");
+                assert!(statuses.contains_key("404") || !path.contains('{'), "{method} {path}");
                 assert!(operation["operationId"].is_string(), "{method} {path}");
             }
         }

@@ -6,8 +6,8 @@
 use crate::Error;
 use axum::{
     Json,
-    body::Body,
-    http::{HeaderMap, Method, StatusCode, header},
+    body::{Body, HttpBody},
+    http::{Method, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use keiki_types::api::ErrorBody;
@@ -64,6 +64,9 @@ impl IntoResponse for Error {
 /// An answer in the envelope.
 pub(super) fn answer(status: StatusCode, sentence: String) -> Response {
     let mut response = (status, Json(ErrorBody { error: sentence.clone() })).into_response();
+    if let Some(length) = response.body().size_hint().exact() {
+        response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+    }
     response.extensions_mut().insert(Sentence(sentence));
     response
 }
@@ -78,7 +81,8 @@ pub(super) async fn enveloped(response: Response, method: &Method, path: &str) -
     let text = axum::body::to_bytes(body, LONGEST_FOREIGN).await.unwrap_or_default();
     let sentence = match parts.status {
         StatusCode::NOT_FOUND => format!("no such route: {method} {path}"),
-        StatusCode::METHOD_NOT_ALLOWED => format!("{path} has no {method}; it has {}", allowed(&parts.headers)),
+        // axum adds `Allow` after this.
+        StatusCode::METHOD_NOT_ALLOWED => format!("{path} has no {method}; `Allow` lists what it has"),
         status if text.is_empty() => status.canonical_reason().unwrap_or("failed").to_lowercase(),
         _ => String::from_utf8_lossy(&text).into_owned(),
     };
@@ -92,10 +96,6 @@ pub(super) async fn enveloped(response: Response, method: &Method, path: &str) -
         *wrapped.body_mut() = Body::empty();
     }
     wrapped
-}
-
-fn allowed(headers: &HeaderMap) -> &str {
-    headers.get(header::ALLOW).and_then(|value| value.to_str().ok()).unwrap_or("none")
 }
 
 #[cfg(test)]
@@ -140,7 +140,8 @@ mod tests {
 
     #[tokio::test]
     async fn causes_stay_out_of_the_answer() {
-        let response = Error::internal("could not fork the sandbox", anyhow::anyhow!("secret path")).into_response();
+        let response =
+            Error::internal("could not fork the sandbox", anyhow::anyhow!("secret path")).into_response();
         let body = axum::body::to_bytes(response.into_body(), 1024).await.unwrap_or_default();
         assert_eq!(body.as_ref(), br#"{"error":"could not fork the sandbox"}"#);
     }

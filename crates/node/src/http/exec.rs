@@ -92,7 +92,9 @@ pub(super) fn check(request: &ExecRequest) -> Result<()> {
 }
 
 fn timed_out(limit: Option<f64>) -> Error {
-    Error::Timeout(limit.map_or("command timeout".into(), |seconds| format!("command timeout after {seconds}s")))
+    Error::Timeout(
+        limit.map_or("command timeout".into(), |seconds| format!("command timeout after {seconds}s")),
+    )
 }
 
 fn lost() -> Error {
@@ -236,5 +238,60 @@ fn chunk(stream: &str, Text { text, exact }: Text) -> String {
 }
 
 #[cfg(test)]
-#[path = "exec_tests.rs"]
-mod tests;
+mod tests {
+    use super::{KEPT, Kept, check, reason, timed_out};
+    use keiki_types::api::ExecRequest;
+
+    #[test]
+    fn what_could_not_be_run_is_refused_by_its_field() {
+        let of = |json: &str| {
+            let request: ExecRequest = serde_json::from_str(json).unwrap();
+            check(&request).err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        for good in [
+            r#"{"cmd":""}"#,
+            r#"{"argv":["true",""]}"#,
+            r#"{"cmd":"x","timeout_seconds":0.5,"env":{"A":"="},"stdin":"\u0000"}"#,
+            r#"{"cmd":"x","stdin_base64":"AA=="}"#,
+        ] {
+            assert_eq!(of(good), "", "{good}");
+        }
+        for (bad, named) in [
+            ("{}", "cmd and argv"),
+            (r#"{"cmd":"x","argv":["x"]}"#, "cmd and argv"),
+            (r#"{"argv":[]}"#, "argv"),
+            (r#"{"argv":[""]}"#, "argv"),
+            (r#"{"cmd":"x","timeout_seconds":0}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","timeout_seconds":-1}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","timeout_seconds":1e300}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","stdin":"","stdin_base64":""}"#, "stdin"),
+            (r#"{"cmd":"x","stdin_base64":"?"}"#, "stdin_base64"),
+            (r#"{"cmd":"x","env":{"":"x"}}"#, "env"),
+            (r#"{"cmd":"x","env":{"A=B":"x"}}"#, "env"),
+            (r#"{"cmd":"a\u0000b"}"#, "cmd"),
+            (r#"{"argv":["a","\u0000"]}"#, "argv"),
+            (r#"{"cmd":"x","cwd":"\u0000"}"#, "cwd"),
+        ] {
+            assert!(of(bad).contains(named), "{bad}: {}", of(bad));
+        }
+    }
+
+    #[test]
+    fn a_timeout_is_said_as_it_was_asked_for() {
+        assert_eq!(timed_out(Some(5.0)).to_string(), "command timeout after 5s");
+        assert_eq!(timed_out(Some(0.5)).to_string(), "command timeout after 0.5s");
+        assert_eq!(reason(""), "");
+    }
+
+    #[test]
+    fn a_long_stream_is_cut_between_characters() {
+        let mut kept = Kept::default();
+        kept.push(&vec![b'x'; KEPT - 1]);
+        assert!(!kept.cut);
+        kept.push("é".as_bytes());
+        kept.push(b"more");
+        assert!(kept.cut);
+        let (text, exact) = kept.text();
+        assert_eq!((text.len(), exact), (KEPT - 1, None));
+    }
+}

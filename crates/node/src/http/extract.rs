@@ -159,9 +159,8 @@ pub(super) async fn read(headers: &HeaderMap, body: Body, cap: usize) -> Result<
 /// The next piece of a body, which must not take for ever.
 pub(super) async fn next_chunk(body: &mut BodyDataStream) -> Option<Result<Bytes>> {
     match tokio::time::timeout(BODY_IDLE, body.next()).await {
-        Ok(chunk) => {
-            chunk.map(|chunk| chunk.map_err(|_| Error::Invalid("the request body ended before its end".into())))
-        }
+        Ok(chunk) => chunk
+            .map(|chunk| chunk.map_err(|_| Error::Invalid("the request body ended before its end".into()))),
         Err(_) => Some(Err(Error::Invalid("the request body stopped arriving".into()))),
     }
 }
@@ -175,7 +174,9 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let body = match body.trim_ascii() {
         [] => b"{}".as_slice(),
         // serde would take a list for a struct's fields in order.
-        [first, ..] if *first != b'{' => return Err(Error::Invalid("the request body must be a JSON object".into())),
+        [first, ..] if *first != b'{' => {
+            return Err(Error::Invalid("the request body must be a JSON object".into()));
+        }
         _ => body,
     };
     let mut json = serde_json::Deserializer::from_slice(body);
@@ -207,13 +208,19 @@ mod tests {
     #[test]
     fn refusals_name_the_field_or_the_position() {
         let of = |body: &str| parse::<CreateSandbox>(body.as_bytes()).unwrap_err().to_string();
-        assert!(of(r#"{"ttl_seconds":"x"}"#).starts_with("ttl_seconds is wrong: invalid type"), "{}", of("x"));
+        assert!(
+            of(r#"{"ttl_seconds":"x"}"#).starts_with("ttl_seconds is wrong: invalid type"),
+            "{}",
+            of("x")
+        );
         assert!(of(r#"{"metadata":{"a":1}}"#).starts_with("metadata.a is wrong"));
         assert!(of("{\"a\":1,}").contains("line 1 column 8"));
         assert!(of("{} {}").contains("not valid JSON"));
         assert!(of("[]").contains("must be a JSON object"));
         assert!(parse::<ForkTree>(b"").unwrap_err().to_string().contains("`count`"));
-        assert!(parse::<ExecRequest>(b"{\"argv\":[1]}").unwrap_err().to_string().starts_with("argv[0] is wrong"));
+        assert!(
+            parse::<ExecRequest>(b"{\"argv\":[1]}").unwrap_err().to_string().starts_with("argv[0] is wrong")
+        );
     }
 
     #[test]

@@ -303,10 +303,9 @@ fn check_path(field: &str, path: &str) -> Result<()> {
 /// Permission bits from octal text.
 fn octal(text: &str) -> Result<u32> {
     let digits = (1..=5).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_digit());
-    u32::from_str_radix(text, 8)
-        .ok()
-        .filter(|mode| digits && *mode <= 0o7777)
-        .ok_or_else(|| Error::Invalid(format!("mode is {text:?}; it must be octal permission bits such as 0755")))
+    u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777).ok_or_else(|| {
+        Error::Invalid(format!("mode is {text:?}; it must be octal permission bits such as 0755"))
+    })
 }
 
 #[cfg(test)]

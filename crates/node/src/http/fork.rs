@@ -36,7 +36,8 @@ pub(super) async fn fork_tree(
     extract::Json(request): extract::Json<ForkTree>,
 ) -> Result<(StatusCode, Json<ForkedTree>)> {
     check_count(request.count)?;
-    let ttl_seconds = request.ttl_seconds.map_or_else(|| explore_ttl(&request), |seconds| Ok(Some(seconds)))?;
+    let ttl_seconds =
+        request.ttl_seconds.map_or_else(|| explore_ttl(&request), |seconds| Ok(Some(seconds)))?;
     let tree_id = Uuid::now_v7().to_string();
     let mut metadata = match request.metadata {
         Some(metadata) => metadata,
@@ -72,7 +73,9 @@ fn check_count(count: i64) -> Result<()> {
 fn explore_ttl(request: &ForkTree) -> Result<Option<i64>> {
     let text = request.metadata.as_ref().and_then(|metadata| metadata.get("explore_ttl"));
     let wrong = |text: &String| {
-        Error::Invalid(format!("metadata.explore_ttl is {text:?}; it must be a whole number of seconds above 0"))
+        Error::Invalid(format!(
+            "metadata.explore_ttl is {text:?}; it must be a whole number of seconds above 0"
+        ))
     };
     text.map(|text| text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| wrong(text))).transpose()
 }

@@ -86,7 +86,9 @@ where
         HttpMethod::Patch => routing::MethodFilter::PATCH,
         HttpMethod::Trace => routing::MethodFilter::TRACE,
     };
-    D::methods().into_iter().fold(routing::MethodRouter::new(), |router, method| router.on(filter(method), handler.clone()))
+    D::methods()
+        .into_iter()
+        .fold(routing::MethodRouter::new(), |router, method| router.on(filter(method), handler.clone()))
 }
 
 fn routes(app: App) -> Router {

@@ -110,7 +110,10 @@ struct Exit {
     exit_code: i32,
 }
 
-async fn output(mut events: BoxStream<'static, Result<ExecEvent>>, mut client: SplitSink<WebSocket, Message>) {
+async fn output(
+    mut events: BoxStream<'static, Result<ExecEvent>>,
+    mut client: SplitSink<WebSocket, Message>,
+) {
     loop {
         let Ok(event) = tokio::time::timeout(PING_EVERY, events.next()).await else {
             if client.send(Message::Ping(Bytes::new())).await.is_err() {
@@ -135,7 +138,9 @@ async fn output(mut events: BoxStream<'static, Result<ExecEvent>>, mut client: S
                 break;
             }
             Some(Err(error)) => error,
-            None => Error::internal("the sandbox ended while the command ran", anyhow::anyhow!("no exit came")),
+            None => {
+                Error::internal("the sandbox ended while the command ran", anyhow::anyhow!("no exit came"))
+            }
         };
         let _ = client.send(complaint(&failure)).await;
         break;
@@ -170,14 +175,9 @@ async fn input(mut client: SplitStream<WebSocket>, control: Control) {
             Message::Ping(_) | Message::Pong(_) => Ok(()),
             Message::Close(_) => return,
         };
-        match done {
-            Ok(()) => {}
-            Err(error @ Error::Invalid(_)) => tracing::debug!("a terminal's client sent nonsense: {error}"),
-            // The command has ended: its exit is on the way, and ends this side too.
-            Err(error) => {
-                tracing::debug!("input of a terminal was lost: {error}");
-                std::future::pending::<()>().await;
-            }
+        if let Err(error) = done {
+            // Nonsense, or the command does not take input any more: its output may go on.
+            tracing::debug!("a terminal's input was dropped: {error}");
         }
     }
 }
@@ -185,7 +185,9 @@ async fn input(mut client: SplitStream<WebSocket>, control: Control) {
 fn wish(text: &str) -> Result<Wish> {
     match serde_json::from_str(text).map_err(|error| Error::Invalid(error.to_string()))? {
         Wish::Resize { cols, rows } => size(cols, rows).map(|(cols, rows)| Wish::Resize { cols, rows }),
-        Wish::Signal(signal) if !(1..=64).contains(&signal) => Err(Error::Invalid(format!("no signal {signal}"))),
+        Wish::Signal(signal) if !(1..=64).contains(&signal) => {
+            Err(Error::Invalid(format!("no signal {signal}")))
+        }
         wish => Ok(wish),
     }
 }
@@ -202,7 +204,8 @@ mod tests {
         );
         assert_eq!(wish(r#"{"signal":2}"#).ok(), Some(Wish::Signal(2)));
         assert_eq!(wish(r#"{"eof":true}"#).ok(), Some(Wish::Eof(true)));
-        for bad in ["", "x", "{}", r#"{"signal":0}"#, r#"{"signal":65}"#, r#"{"resize":{"cols":0,"rows":1}}"#] {
+        for bad in ["", "x", "{}", r#"{"signal":0}"#, r#"{"signal":65}"#, r#"{"resize":{"cols":0,"rows":1}}"#]
+        {
             assert!(wish(bad).is_err(), "{bad}");
         }
     }

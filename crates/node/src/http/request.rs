@@ -34,8 +34,9 @@ pub(super) async fn observe(request: Request, next: Next) -> Response {
     let span = tracing::info_span!("request", id = id);
     let answered = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
     // The panic itself is reported by the panic hook.
-    let response = answered
-        .unwrap_or_else(|_| errors::answer(StatusCode::INTERNAL_SERVER_ERROR, "the node failed on this request".into()));
+    let response = answered.unwrap_or_else(|_| {
+        errors::answer(StatusCode::INTERNAL_SERVER_ERROR, "the node failed on this request".into())
+    });
     let mut response = errors::enveloped(response, &line.method, &path).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);

@@ -2,7 +2,7 @@
 
 use super::{
     App,
-    document::{Any, Asked, Maker, Named, Stateful, Told},
+    document::{Any, Asked, Maker, Mover, Named, Stateful, Told},
     extract::{self, OfSandbox, Query},
 };
 use crate::Result;
@@ -35,7 +35,10 @@ pub(super) struct ListQuery {
 /// All sandboxes, newest first.
 #[utoipa::path(get, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "list_sandboxes", params(ListQuery),
     responses((status = 200, description = "The sandboxes", body = SandboxList), Any, Asked))]
-pub(super) async fn list(State(app): State<App>, Query(query): Query<ListQuery>) -> Result<Json<SandboxList>> {
+pub(super) async fn list(
+    State(app): State<App>,
+    Query(query): Query<ListQuery>,
+) -> Result<Json<SandboxList>> {
     Ok(Json(SandboxList { items: app.api.list(query.memory).await? }))
 }
 
@@ -50,7 +53,7 @@ pub(super) async fn get(State(app): State<App>, OfSandbox(id): OfSandbox) -> Res
 /// Ends a sandbox and frees all it had. Its snapshots and forks stay.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}", tag = "sandboxes", operation_id = "delete_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 204, description = "Gone"), Any, Named, Stateful))]
+    responses((status = 204, description = "Gone"), Any, Named, Mover))]
 pub(super) async fn delete(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<StatusCode> {
     app.api.delete(id).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -59,7 +62,7 @@ pub(super) async fn delete(State(app): State<App>, OfSandbox(id): OfSandbox) -> 
 /// Stops the vCPUs; the memory stays.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/pause", tag = "sandboxes", operation_id = "pause_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "It is paused", body = Sandbox), Any, Named, Stateful))]
+    responses((status = 200, description = "It is paused", body = Sandbox), Any, Named, Mover))]
 pub(super) async fn pause(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<Json<Sandbox>> {
     Ok(Json(app.api.pause(id).await?))
 }
@@ -67,7 +70,7 @@ pub(super) async fn pause(State(app): State<App>, OfSandbox(id): OfSandbox) -> R
 /// Lets a paused sandbox go on.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/resume", tag = "sandboxes", operation_id = "resume_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "It runs", body = Sandbox), Any, Named, Stateful))]
+    responses((status = 200, description = "It runs", body = Sandbox), Any, Named, Mover))]
 pub(super) async fn resume(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<Json<Sandbox>> {
     Ok(Json(app.api.resume(id).await?))
 }
@@ -75,7 +78,7 @@ pub(super) async fn resume(State(app): State<App>, OfSandbox(id): OfSandbox) -> 
 /// Stores a sandbox and frees its memory.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/hibernate", tag = "sandboxes", operation_id = "hibernate_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Stateful,
+    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Mover,
         (status = 507, description = "Not enough disk", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn hibernate(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<Json<Sandbox>> {
     Ok(Json(app.api.hibernate(id).await?))

@@ -23,8 +23,7 @@ pub(super) const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
 
 /// An answer that sends these frames and ends with them.
 pub(super) fn response(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
-    let headers =
-        [(header::CONTENT_TYPE, MEDIA_TYPE), (header::CACHE_CONTROL, "no-cache, no-transform")];
+    let headers = [(header::CONTENT_TYPE, MEDIA_TYPE), (header::CACHE_CONTROL, "no-cache, no-transform")];
     let frames = futures::StreamExt::map(frames, Ok::<_, Infallible>);
     (headers, [("x-accel-buffering", "no")], Body::from_stream(frames)).into_response()
 }
@@ -107,7 +106,9 @@ impl Decoder {
 /// How many bytes at the end begin a character that is not complete.
 pub(super) fn unfinished(bytes: &[u8]) -> usize {
     let tail = bytes.len().saturating_sub(3);
-    let Some(start) = (tail..bytes.len()).rev().find(|at| bytes[*at] & 0b1100_0000 != 0b1000_0000) else { return 0 };
+    let Some(start) = (tail..bytes.len()).rev().find(|at| bytes[*at] & 0b1100_0000 != 0b1000_0000) else {
+        return 0;
+    };
     match std::str::from_utf8(&bytes[start..]) {
         Err(error) if error.valid_up_to() == 0 && error.error_len().is_none() => bytes.len() - start,
         _ => 0,
@@ -163,9 +164,15 @@ mod tests {
 
     #[test]
     fn only_a_possible_beginning_is_held_back() {
-        for (bytes, held) in
-            [(&b""[..], 0), (b"a", 0), (b"\xc3", 1), (b"\xf0\x9f\x8c", 3), (b"\x80\x80", 0), (b"\xff", 0), (b"\xc3\xa9", 0)]
-        {
+        for (bytes, held) in [
+            (&b""[..], 0),
+            (b"a", 0),
+            (b"\xc3", 1),
+            (b"\xf0\x9f\x8c", 3),
+            (b"\x80\x80", 0),
+            (b"\xff", 0),
+            (b"\xc3\xa9", 0),
+        ] {
             assert_eq!(unfinished(bytes), held, "{bytes:x?}");
         }
     }

@@ -44,7 +44,8 @@ pub(super) async fn delete(State(app): State<App>, OfTemplate(name): OfTemplate)
         (status = 404, description = "No such template", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn build(State(app): State<App>, request: Request) -> Result<(StatusCode, Json<Build>)> {
     let (parts, body) = request.into_parts();
-    let media = parts.headers.get(header::CONTENT_TYPE).and_then(|media| media.to_str().ok()).unwrap_or_default();
+    let media =
+        parts.headers.get(header::CONTENT_TYPE).and_then(|media| media.to_str().ok()).unwrap_or_default();
     let body = extract::read(&parts.headers, body, SMALL).await?;
     Ok((StatusCode::ACCEPTED, Json(app.api.build_template(wanted(media, &body)?).await?)))
 }
@@ -59,9 +60,12 @@ fn wanted(media: &str, body: &[u8]) -> Result<BuildTemplate> {
     }
     // Some tools call every body a form.
     let json = body.trim_ascii_start().first().is_none_or(|first| *first == b'{');
-    let fields: serde_json::Map<String, serde_json::Value> = if media.starts_with("application/x-www-form") && !json {
+    let fields: serde_json::Map<String, serde_json::Value> = if media.starts_with("application/x-www-form")
+        && !json
+    {
         let text = std::str::from_utf8(body).map_err(|_| Error::Invalid("the form is not UTF-8".into()))?;
-        let query = format!("/?{text}").parse().map_err(|_| Error::Invalid("the form is not valid".into()))?;
+        let query =
+            format!("/?{text}").parse().map_err(|_| Error::Invalid("the form is not valid".into()))?;
         let pairs = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(&query);
         let pairs = pairs.map_err(|refusal| Error::Invalid(refusal.body_text()))?.0;
         pairs.into_iter().map(|(name, value)| typed(name, value)).collect()
