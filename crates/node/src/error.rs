@@ -15,6 +15,9 @@ pub enum Error {
     /// 401.
     #[error("missing or wrong API key: send `Authorization: Bearer <key>`")]
     Unauthorized,
+    /// 403: the key may be right, but the request comes from where it must not.
+    #[error("{0}")]
+    Forbidden(String),
     /// 404.
     #[error("{0}")]
     NotFound(String),

@@ -172,6 +172,21 @@ pub struct Forked {
     pub timings: Timings,
 }
 
+/// `POST /v1/sandboxes/{id}/fork-tree`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct ForkTree {
+    /// Children wanted: 1 to 64.
+    pub count: i64,
+    /// Labels of the children; default the parent's. `fork_tree_id` and `fork_parent_id` are added;
+    /// `explore_ttl` (seconds) is their TTL.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// TTL of the children; default `metadata.explore_ttl`, else the parent's value.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<i64>,
+}
+
 /// Answer to `POST /v1/sandboxes/{id}/fork-tree`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
@@ -434,6 +449,22 @@ pub struct BuildTemplate {
     pub force: bool,
 }
 
+/// `GET /v1/templates`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct TemplateList {
+    /// Sorted by name.
+    pub items: Vec<Template>,
+}
+
+/// `GET /v1/templates/builds`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct BuildList {
+    /// Newest first.
+    pub items: Vec<Build>,
+}
+
 /// A running or ended template build.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
@@ -460,6 +491,14 @@ pub struct Build {
 pub struct ErrorBody {
     /// What was wrong and what would be right.
     pub error: String,
+}
+
+/// `GET /healthz`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Health {
+    /// `ok`.
+    pub status: String,
 }
 
 /// `GET /v1/version`.

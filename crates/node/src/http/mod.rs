@@ -1,1 +1,140 @@
 //! `/v1` over HTTP.
+//!
+//! A thin layer: a request becomes a typed value ([`extract`]), the value one call of the node ([`api`]), the
+//! result a body of `keiki_types::api`. Nothing is decided here that a caller without HTTP would need too. What is
+//! HTTP's own is here: the error envelope ([`errors`]), ids and log lines of requests and their keys ([`request`]),
+//! streams ([`sse`], [`pty`], [`files`]), the document ([`document`]), and the listener's limits ([`serve`]).
+//!
+//! ```text
+//! listener ─ limits ─ observe: id, one log line, envelope ─ authorize: key ─ handler ─ Api (the node)
+//! ```
+//!
+//! The path and method of a route are written once, at its handler; the router and the document read them there.
+
+mod api;
+mod document;
+mod errors;
+mod exec;
+mod extract;
+mod files;
+mod fork;
+mod logs;
+mod meta;
+mod pty;
+mod request;
+mod sandboxes;
+mod serve;
+mod snapshots;
+mod sse;
+mod templates;
+#[cfg(test)]
+mod tests;
+
+pub use document::openapi;
+pub use serve::serve;
+
+use crate::Node;
+use api::Api;
+use axum::{Router, handler::Handler, middleware, routing};
+use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
+
+/// What handlers share.
+#[derive(Clone)]
+struct App {
+    api: Arc<dyn Api>,
+    /// The node stops: streams without an end of their own end.
+    closing: CancellationToken,
+}
+
+impl App {
+    fn new(api: Arc<dyn Api>) -> Self {
+        Self { api, closing: CancellationToken::new() }
+    }
+}
+
+/// All routes of a node, for a server of one's own; [`serve`] is one with limits.
+pub fn router(node: Node) -> Router {
+    routes(App::new(Arc::new(node)))
+}
+
+/// Adds handlers under the path and method that their documentation states.
+macro_rules! add {
+    ($router:expr, $($module:ident::$handler:ident as $documented:ident),* $(,)?) => {
+        $router$(.route(&path::<$module::$documented>(), on::<$module::$documented, _, _>($module::$handler)))*
+    };
+}
+
+fn path<D: utoipa::Path>() -> String {
+    D::path()
+}
+
+fn on<D, H, T>(handler: H) -> routing::MethodRouter<App>
+where
+    D: utoipa::Path,
+    H: Handler<T, App>,
+    T: 'static,
+{
+    use utoipa::openapi::HttpMethod;
+    let filter = |method: HttpMethod| match method {
+        HttpMethod::Get => routing::MethodFilter::GET,
+        HttpMethod::Post => routing::MethodFilter::POST,
+        HttpMethod::Put => routing::MethodFilter::PUT,
+        HttpMethod::Delete => routing::MethodFilter::DELETE,
+        HttpMethod::Options => routing::MethodFilter::OPTIONS,
+        HttpMethod::Head => routing::MethodFilter::HEAD,
+        HttpMethod::Patch => routing::MethodFilter::PATCH,
+        HttpMethod::Trace => routing::MethodFilter::TRACE,
+    };
+    D::methods()
+        .into_iter()
+        .fold(routing::MethodRouter::new(), |router, method| router.on(filter(method), handler.clone()))
+}
+
+fn routes(app: App) -> Router {
+    let keyed = add!(
+        Router::new(),
+        sandboxes::create as __path_create,
+        sandboxes::list as __path_list,
+        sandboxes::get as __path_get,
+        sandboxes::delete as __path_delete,
+        sandboxes::pause as __path_pause,
+        sandboxes::resume as __path_resume,
+        sandboxes::hibernate as __path_hibernate,
+        sandboxes::wake as __path_wake,
+        sandboxes::lifecycle as __path_lifecycle,
+        sandboxes::set_lifecycle as __path_set_lifecycle,
+        fork::fork as __path_fork,
+        fork::fork_tree as __path_fork_tree,
+        fork::promote as __path_promote,
+        logs::console as __path_console,
+        exec::buffered as __path_buffered,
+        exec::stream as __path_stream,
+        pty::open as __path_open,
+        files::read as __path_read,
+        files::write as __path_write,
+        files::delete as __path_delete,
+        files::list as __path_list,
+        files::stat as __path_stat,
+        files::mkdir as __path_mkdir,
+        files::rename as __path_rename,
+        files::remove as __path_remove,
+        files::chmod as __path_chmod,
+        files::symlink as __path_symlink,
+        snapshots::take as __path_take,
+        snapshots::list as __path_list,
+        snapshots::get as __path_get,
+        snapshots::delete as __path_delete,
+        templates::list as __path_list,
+        templates::get as __path_get,
+        templates::delete as __path_delete,
+        templates::build as __path_build,
+        templates::builds as __path_builds,
+        templates::get_build as __path_get_build,
+        logs::build as __path_build,
+        meta::version as __path_version,
+        meta::document as __path_document,
+    )
+    .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
+    add!(keyed, meta::health as __path_health).layer(middleware::from_fn(request::observe)).with_state(app)
+}

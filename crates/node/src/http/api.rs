@@ -1,0 +1,78 @@
+//! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
+
+use crate::{Node, Result, exec::Session, files::Reading};
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream::BoxStream;
+use keiki_types::{
+    SandboxId, SnapshotId, TemplateName,
+    api::{
+        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
+        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+    },
+};
+
+/// Writes each verb once: as a method of the trait and as the call of [`Node`]'s method of that name.
+macro_rules! verbs {
+    ($(fn $name:ident($($arg:ident: $type:ty),*) -> $answer:ty;)*) => {
+        /// The verbs of `/v1`. [`Node`] says what each does.
+        #[async_trait]
+        pub(super) trait Api: Send + Sync {
+            fn version(&self) -> Version;
+            fn authorize(&self, key: Option<&str>) -> Result<()>;
+            $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
+        }
+
+        #[async_trait]
+        impl Api for Node {
+            fn version(&self) -> Version {
+                Node::version(self)
+            }
+
+            fn authorize(&self, key: Option<&str>) -> Result<()> {
+                Node::authorize(self, key)
+            }
+
+            $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
+                Node::$name(self, $($arg),*).await
+            })*
+        }
+    };
+}
+
+verbs! {
+    fn create(request: CreateSandbox) -> Sandbox;
+    fn list(memory: bool) -> Vec<Sandbox>;
+    fn get(id: SandboxId) -> Sandbox;
+    fn delete(id: SandboxId) -> ();
+    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn promote(id: SandboxId, request: Promote) -> Promoted;
+    fn pause(id: SandboxId) -> Sandbox;
+    fn resume(id: SandboxId) -> Sandbox;
+    fn hibernate(id: SandboxId) -> Sandbox;
+    fn wake(id: SandboxId) -> Sandbox;
+    fn lifecycle(id: SandboxId) -> Lifecycle;
+    fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn console(id: SandboxId, limit: usize) -> Bytes;
+    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
+    fn get_snapshot(id: SnapshotId) -> Snapshot;
+    fn delete_snapshot(id: SnapshotId) -> ();
+    fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn read_file(id: SandboxId, path: &str) -> Reading;
+    fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;
+    fn list_dir(id: SandboxId, path: &str) -> Vec<FsEntry>;
+    fn stat(id: SandboxId, path: &str) -> FsEntry;
+    fn mkdir(id: SandboxId, change: FsChange) -> ();
+    fn rename(id: SandboxId, change: FsChange) -> ();
+    fn remove(id: SandboxId, change: FsChange) -> ();
+    fn chmod(id: SandboxId, change: FsChange) -> ();
+    fn symlink(id: SandboxId, change: FsChange) -> ();
+    fn templates() -> Vec<Template>;
+    fn get_template(name: &TemplateName) -> Template;
+    fn delete_template(name: &TemplateName) -> ();
+    fn build_template(request: BuildTemplate) -> Build;
+    fn builds() -> Vec<Build>;
+    fn get_build(id: &str) -> Build;
+    fn build_log(id: &str) -> BoxStream<'static, String>;
+}

@@ -1,0 +1,178 @@
+//! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
+
+use super::{exec, files, fork, logs, meta, pty, sandboxes, snapshots, templates};
+use keiki_types::api::ErrorBody;
+use std::collections::BTreeMap;
+use utoipa::{
+    IntoResponses, Modify, OpenApi,
+    openapi::{
+        Content, HeaderBuilder, ObjectBuilder, Ref, RefOr, Response, ResponseBuilder, Type,
+        security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityScheme},
+    },
+};
+
+/// The document.
+#[must_use]
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    Document::openapi()
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Keiki",
+        description = "fork() for whole machines. Every failure is `{\"error\": \"<one sentence>\"}`. Every answer has \
+                       `X-Request-Id`: the caller's where it was 1 to 200 graphic ASCII characters, else a new one."
+    ),
+    paths(
+        sandboxes::create,
+        sandboxes::list,
+        sandboxes::get,
+        sandboxes::delete,
+        sandboxes::pause,
+        sandboxes::resume,
+        sandboxes::hibernate,
+        sandboxes::wake,
+        sandboxes::lifecycle,
+        sandboxes::set_lifecycle,
+        fork::fork,
+        fork::fork_tree,
+        fork::promote,
+        logs::console,
+        exec::buffered,
+        exec::stream,
+        pty::open,
+        files::read,
+        files::write,
+        files::delete,
+        files::list,
+        files::stat,
+        files::mkdir,
+        files::rename,
+        files::remove,
+        files::chmod,
+        files::symlink,
+        snapshots::take,
+        snapshots::list,
+        snapshots::get,
+        snapshots::delete,
+        templates::list,
+        templates::get,
+        templates::delete,
+        templates::build,
+        templates::builds,
+        templates::get_build,
+        logs::build,
+        meta::version,
+        meta::document,
+        meta::health,
+    ),
+    components(schemas(ErrorBody)),
+    security(("bearer" = []), ("key" = [])),
+    modifiers(&Security)
+)]
+struct Document;
+
+struct Security;
+
+impl Modify for Security {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let components = document.components.get_or_insert_default();
+        let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
+        components.add_security_scheme("bearer", SecurityScheme::Http(bearer));
+        let key = ApiKey::Header(ApiKeyValue::new("X-API-Key"));
+        components.add_security_scheme("key", SecurityScheme::ApiKey(key));
+    }
+}
+
+/// Failures that routes share, named so that each route lists its own.
+macro_rules! failures {
+    ($($(#[$doc:meta])* $name:ident { $($status:literal: $text:literal),* })*) => {
+        $($(#[$doc])* pub(super) struct $name;
+
+        impl IntoResponses for $name {
+            fn responses() -> BTreeMap<String, RefOr<Response>> {
+                [$(failure($status, $text)),*].into()
+            }
+        })*
+    };
+}
+
+failures! {
+    /// Any route with a key.
+    Any { 401: "Missing or wrong API key", 403: "A page of another origin, at a node without keys", 500: "The node failed" }
+    /// A route that reads a query.
+    Asked { 400: "A parameter is wrong; the sentence names it" }
+    /// A route that reads a body.
+    Told { 400: "A field is wrong; the sentence names it", 413: "The body is too large" }
+    /// A route that names something.
+    Named { 404: "There is no such thing" }
+    /// A route that wants a state.
+    Stateful { 409: "The state does not allow it" }
+    /// A route that moves a machine from state to state.
+    Mover { 409: "The state does not allow it", 504: "The machine took too long" }
+    /// A route that reaches into a guest, waking it where it sleeps.
+    Guest {
+        409: "The sandbox is not running and does not wake by itself",
+        503: "Try again after `Retry-After` seconds",
+        504: "The guest, or the command, took too long",
+        507: "Not enough memory or disk to wake it"
+    }
+    /// A route that makes machines. Nothing was made when it answers so.
+    Maker {
+        503: "Nothing was made; try again after `Retry-After` seconds",
+        504: "The guest did not become ready in time; nothing was made",
+        507: "Not enough memory or disk for the whole request; nothing was made"
+    }
+}
+
+fn failure(status: u16, text: &str) -> (String, RefOr<Response>) {
+    let body = Content::new(Some(RefOr::Ref(Ref::from_schema_name("ErrorBody"))));
+    let mut response = ResponseBuilder::new().description(text).content("application/json", body);
+    if status == 503 {
+        let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
+        let header = HeaderBuilder::new().schema(seconds).description(Some("Whole seconds, at least 1"));
+        response = response.header("Retry-After", header.build());
+    }
+    (status.to_string(), RefOr::T(response.build()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::openapi;
+    use std::path::Path;
+
+    /// Set to write the document instead of comparing it.
+    const REFRESH: &str = "KEIKI_WRITE_OPENAPI";
+
+    #[test]
+    fn the_committed_document_is_current() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../openapi/v1.json");
+        let current = openapi().to_pretty_json().unwrap() + "\n";
+        if std::env::var_os(REFRESH).is_some() {
+            std::fs::write(&path, &current).unwrap();
+        }
+        let committed = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            committed == current,
+            "openapi/v1.json is not current; refresh it with: {REFRESH}=1 cargo test -p keiki-node openapi"
+        );
+    }
+
+    #[test]
+    fn every_operation_declares_its_failures_and_one_success() {
+        let document = serde_json::to_value(openapi()).unwrap();
+        for (path, item) in document["paths"].as_object().unwrap() {
+            for (method, operation) in item.as_object().unwrap() {
+                let statuses = operation["responses"].as_object().unwrap();
+                let good =
+                    statuses.keys().filter(|status| !matches!(status.as_bytes()[0], b'4' | b'5')).count();
+                assert_eq!(good, 1, "{method} {path}");
+                let open = path == "/healthz";
+                assert_eq!(statuses.contains_key("401"), !open, "{method} {path}");
+                assert!(statuses.contains_key("404") || !path.contains('{'), "{method} {path}");
+                assert!(operation["operationId"].is_string(), "{method} {path}");
+            }
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Forks, and trees of them: a fan-out whose children carry its id, of which one can be promoted.
+
+use super::{
+    App,
+    document::{Any, Maker, Named, Stateful, Told},
+    extract::{self, OfSandbox},
+};
+use crate::{Error, Result};
+use axum::{Json, extract::State, http::StatusCode};
+use keiki_types::api::{ForkSandbox, ForkTree, Forked, ForkedTree, Promote, Promoted};
+use uuid::Uuid;
+
+/// Most children of one fork.
+const MOST: i64 = 64;
+
+/// Branches a running sandbox: its children continue from this instant, and it goes on.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/fork", tag = "forks", operation_id = "fork_sandbox",
+    params(("id" = String, Path, description = "The sandbox")), request_body = Option<ForkSandbox>,
+    responses((status = 201, description = "The children, ready", body = Forked), Any, Told, Named, Stateful, Maker))]
+pub(super) async fn fork(
+    State(app): State<App>,
+    OfSandbox(id): OfSandbox,
+    extract::Json(request): extract::Json<ForkSandbox>,
+) -> Result<(StatusCode, Json<Forked>)> {
+    check_count(request.count.unwrap_or(1))?;
+    Ok((StatusCode::CREATED, Json(app.api.fork(id, request).await?)))
+}
+
+/// Branches a running sandbox into a tree that [`promote`] ends.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/fork-tree", tag = "forks", operation_id = "fork_tree",
+    params(("id" = String, Path, description = "The sandbox")), request_body = ForkTree,
+    responses((status = 201, description = "The children, ready", body = ForkedTree), Any, Told, Named, Stateful, Maker))]
+pub(super) async fn fork_tree(
+    State(app): State<App>,
+    OfSandbox(id): OfSandbox,
+    extract::Json(request): extract::Json<ForkTree>,
+) -> Result<(StatusCode, Json<ForkedTree>)> {
+    check_count(request.count)?;
+    let ttl_seconds =
+        request.ttl_seconds.map_or_else(|| explore_ttl(&request), |seconds| Ok(Some(seconds)))?;
+    let tree_id = Uuid::now_v7().to_string();
+    let mut metadata = match request.metadata {
+        Some(metadata) => metadata,
+        None => app.api.get(id).await?.metadata,
+    };
+    metadata.insert("fork_tree_id".into(), tree_id.clone());
+    metadata.insert("fork_parent_id".into(), id.to_string());
+    let request = ForkSandbox { count: Some(request.count), metadata: Some(metadata), ttl_seconds };
+    let Forked { parent_id, children, timings, .. } = app.api.fork(id, request).await?;
+    Ok((StatusCode::CREATED, Json(ForkedTree { tree_id, parent_id, children, timings })))
+}
+
+/// Chooses one child of a tree, and deletes its siblings where asked to.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/promote", tag = "forks", operation_id = "promote_sandbox",
+    params(("id" = String, Path, description = "The child that stays")), request_body = Option<Promote>,
+    responses((status = 200, description = "What became of the tree", body = Promoted), Any, Told, Named, Stateful))]
+pub(super) async fn promote(
+    State(app): State<App>,
+    OfSandbox(id): OfSandbox,
+    extract::Json(request): extract::Json<Promote>,
+) -> Result<Json<Promoted>> {
+    Ok(Json(app.api.promote(id, request).await?))
+}
+
+fn check_count(count: i64) -> Result<()> {
+    if (1..=MOST).contains(&count) {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!("count is {count}; it must be 1 to {MOST}")))
+}
+
+/// The TTL that the exploring client asks for through its children's labels.
+fn explore_ttl(request: &ForkTree) -> Result<Option<i64>> {
+    let text = request.metadata.as_ref().and_then(|metadata| metadata.get("explore_ttl"));
+    let wrong = |text: &String| {
+        Error::Invalid(format!(
+            "metadata.explore_ttl is {text:?}; it must be a whole number of seconds above 0"
+        ))
+    };
+    text.map(|text| text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| wrong(text))).transpose()
+}

@@ -1,0 +1,212 @@
+//! A terminal in a sandbox, over a WebSocket.
+//!
+//! Binary frames are bytes, both ways. Text frames are JSON: from the client `{"resize":{"cols":c,"rows":r}}`,
+//! `{"signal":n}` or `{"eof":true}`; from the node `{"error":"…"}`, and last `{"exit_code":n}`. Input and output
+//! run side by side, so that a program that reads nothing does not stop what it writes. Whoever ends first ends
+//! both, and dropping the session kills the command.
+
+use super::{
+    App,
+    document::{Any, Asked, Guest, Named},
+    errors, exec,
+    extract::{OfSandbox, Query},
+    sse,
+};
+use crate::{
+    Error, Result,
+    exec::{Control, ExecEvent, Session},
+};
+use axum::{
+    extract::{
+        State, WebSocketUpgrade,
+        ws::{Message, WebSocket},
+    },
+    response::Response,
+};
+use bytes::Bytes;
+use futures::{
+    SinkExt, StreamExt,
+    stream::{BoxStream, SplitSink, SplitStream},
+};
+use keiki_types::api::{ErrorBody, ExecRequest};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use tracing::Instrument;
+use utoipa::IntoParams;
+
+/// Largest message of a client.
+const LARGEST: usize = 1 << 20;
+/// A silent connection is probed so often,
+const PING_EVERY: Duration = Duration::from_secs(20);
+/// and given up when nothing came for so long.
+const DEAD_AFTER: Duration = Duration::from_secs(90);
+/// What is run where nothing is asked for.
+const SHELL: &str = r#"exec "$(command -v bash || command -v sh)" -l"#;
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct PtyQuery {
+    /// Columns, 1 to 1000; default 80.
+    cols: Option<u32>,
+    /// Rows, 1 to 1000; default 24.
+    rows: Option<u32>,
+    /// A line for the shell; default a login shell.
+    cmd: Option<String>,
+    /// Working directory; default the user's home.
+    cwd: Option<String>,
+    /// User name or `uid[:gid]`; default root.
+    user: Option<String>,
+}
+
+/// Runs a command in a terminal, over a WebSocket. Binary frames are its input and output. Text frames are JSON:
+/// `{"resize":{"cols":c,"rows":r}}`, `{"signal":n}` and `{"eof":true}` from the client, `{"error":"…"}` and last
+/// `{"exit_code":n}` from the node.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/exec/pty", tag = "exec", operation_id = "exec_pty",
+    params(("id" = String, Path, description = "The sandbox"), PtyQuery),
+    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+        (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
+pub(super) async fn open(
+    State(app): State<App>,
+    OfSandbox(id): OfSandbox,
+    Query(query): Query<PtyQuery>,
+    upgrade: WebSocketUpgrade,
+) -> Result<Response> {
+    let size = size(query.cols.unwrap_or(80), query.rows.unwrap_or(24))?;
+    let request = ExecRequest {
+        cmd: Some(query.cmd.unwrap_or_else(|| SHELL.into())),
+        cwd: query.cwd,
+        user: query.user,
+        env: [("TERM".into(), "xterm-256color".into())].into(),
+        ..ExecRequest::default()
+    };
+    exec::check(&request)?;
+    let session = app.api.exec(id, request, Some(size)).await?;
+    let span = tracing::Span::current();
+    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
+    Ok(upgrade.on_upgrade(move |socket| serve(socket, session, app).instrument(span)))
+}
+
+fn size(cols: u32, rows: u32) -> Result<(u32, u32)> {
+    for (name, value) in [("cols", cols), ("rows", rows)] {
+        if !(1..=1000).contains(&value) {
+            return Err(Error::Invalid(format!("{name} is {value}; it must be 1 to 1000")));
+        }
+    }
+    Ok((cols, rows))
+}
+
+async fn serve(socket: WebSocket, session: Session, app: App) {
+    let (to_client, from_client) = socket.split();
+    let Session { events, control } = session;
+    tokio::select! {
+        () = output(events, to_client) => {}
+        () = input(from_client, control) => {}
+        () = app.closing.cancelled() => {}
+    }
+}
+
+#[derive(Serialize)]
+struct Exit {
+    exit_code: i32,
+}
+
+async fn output(
+    mut events: BoxStream<'static, Result<ExecEvent>>,
+    mut client: SplitSink<WebSocket, Message>,
+) {
+    loop {
+        let Ok(event) = tokio::time::timeout(PING_EVERY, events.next()).await else {
+            if client.send(Message::Ping(Bytes::new())).await.is_err() {
+                return;
+            }
+            continue;
+        };
+        let failure = match event {
+            Some(Ok(ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes))) => {
+                if client.send(Message::Binary(bytes)).await.is_err() {
+                    return;
+                }
+                continue;
+            }
+            Some(Ok(ExecEvent::Exit { code, message, .. })) => {
+                if !message.is_empty() {
+                    // A client that has left does not miss it.
+                    let _ = client.send(Message::Binary(format!("{message}\r\n").into())).await;
+                }
+                let exit = sse::ascii_json(&Exit { exit_code: code });
+                let _ = client.send(Message::Text(exit.into())).await;
+                break;
+            }
+            Some(Err(error)) => error,
+            None => {
+                Error::internal("the sandbox ended while the command ran", anyhow::anyhow!("no exit came"))
+            }
+        };
+        let _ = client.send(complaint(&failure)).await;
+        break;
+    }
+    let _ = client.close().await;
+}
+
+fn complaint(error: &Error) -> Message {
+    Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error) }).into())
+}
+
+/// What a client's text frame asks for.
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Wish {
+    Resize { cols: u32, rows: u32 },
+    Signal(i32),
+    Eof(bool),
+}
+
+async fn input(mut client: SplitStream<WebSocket>, control: Control) {
+    while let Ok(Some(Ok(message))) = tokio::time::timeout(DEAD_AFTER, client.next()).await {
+        let done = match message {
+            Message::Binary(bytes) => control.input(bytes, false).await,
+            Message::Text(text) => match wish(&text) {
+                Ok(Wish::Resize { cols, rows }) => control.resize(cols, rows).await,
+                Ok(Wish::Signal(signal)) => control.signal(signal).await,
+                Ok(Wish::Eof(true)) => control.input(Bytes::new(), true).await,
+                Ok(Wish::Eof(false)) => Ok(()),
+                Err(error) => Err(error),
+            },
+            Message::Ping(_) | Message::Pong(_) => Ok(()),
+            Message::Close(_) => return,
+        };
+        if let Err(error) = done {
+            // Nonsense, or the command does not take input any more: its output may go on.
+            tracing::debug!("a terminal's input was dropped: {error}");
+        }
+    }
+}
+
+fn wish(text: &str) -> Result<Wish> {
+    match serde_json::from_str(text).map_err(|error| Error::Invalid(error.to_string()))? {
+        Wish::Resize { cols, rows } => size(cols, rows).map(|(cols, rows)| Wish::Resize { cols, rows }),
+        Wish::Signal(signal) if !(1..=64).contains(&signal) => {
+            Err(Error::Invalid(format!("no signal {signal}")))
+        }
+        wish => Ok(wish),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Wish, wish};
+
+    #[test]
+    fn wishes_are_read_and_nonsense_refused() {
+        assert_eq!(
+            wish(r#"{"resize":{"cols":120,"rows":40}}"#).ok(),
+            Some(Wish::Resize { cols: 120, rows: 40 })
+        );
+        assert_eq!(wish(r#"{"signal":2}"#).ok(), Some(Wish::Signal(2)));
+        assert_eq!(wish(r#"{"eof":true}"#).ok(), Some(Wish::Eof(true)));
+        for bad in ["", "x", "{}", r#"{"signal":0}"#, r#"{"signal":65}"#, r#"{"resize":{"cols":0,"rows":1}}"#]
+        {
+            assert!(wish(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! What happens around every request: its id, its log line, its key.
+
+use super::{App, errors};
+use crate::{Error, Result};
+use axum::{
+    extract::{MatchedPath, Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request::Parts, uri::Authority},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use futures::FutureExt;
+use std::{net::IpAddr, panic::AssertUnwindSafe, time::Instant};
+use tracing::Instrument;
+use uuid::Uuid;
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// Status logged for a request whose client left before the answer.
+const CLIENT_LEFT: u16 = 499;
+
+/// Gives the request its id, answers every failure in the envelope, and logs one line.
+pub(super) async fn observe(request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    let path = request.uri().path().to_owned();
+    let mut line = Line {
+        id: id.clone(),
+        method: request.method().clone(),
+        route: request.extensions().get::<MatchedPath>().map_or("-".into(), |path| path.as_str().to_owned()),
+        started: Instant::now(),
+        status: CLIENT_LEFT,
+        error: None,
+    };
+    let span = tracing::info_span!("request", id = id);
+    let answered = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
+    // The panic itself is reported by the panic hook.
+    let response = answered.unwrap_or_else(|_| {
+        errors::answer(StatusCode::INTERNAL_SERVER_ERROR, "the node failed on this request".into())
+    });
+    let mut response = errors::enveloped(response, &line.method, &path).await;
+    if let Ok(value) = HeaderValue::from_str(&id) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    line.status = response.status().as_u16();
+    line.error = response.extensions().get::<errors::Sentence>().map(|sentence| sentence.0.clone());
+    response
+}
+
+/// The line of one request; written when it is dropped, so also when the client leaves first.
+struct Line {
+    id: String,
+    method: Method,
+    route: String,
+    started: Instant,
+    status: u16,
+    error: Option<String>,
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let ms = self.started.elapsed().as_secs_f64() * 1e3;
+        tracing::info!(
+            id = self.id,
+            method = self.method.as_str(),
+            route = self.route,
+            status = self.status,
+            ms,
+            error = self.error,
+            "request"
+        );
+    }
+}
+
+/// The caller's id where it is fit for a log, else a new one.
+fn request_id(headers: &HeaderMap) -> String {
+    headers
+        .get(REQUEST_ID)
+        .map(HeaderValue::as_bytes)
+        .filter(|id| (1..=200).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic))
+        .and_then(|id| std::str::from_utf8(id).ok())
+        .map_or_else(|| Uuid::new_v4().to_string(), ToOwned::to_owned)
+}
+
+/// Lets a request through that may use the API.
+pub(super) async fn authorize(State(app): State<App>, request: Request, next: Next) -> Response {
+    let (parts, body) = request.into_parts();
+    match allowed(&app, &parts) {
+        Ok(()) => next.run(Request::from_parts(parts, body)).await,
+        Err(error) => error.into_response(),
+    }
+}
+
+fn allowed(app: &App, parts: &Parts) -> Result<()> {
+    app.api.authorize(key(parts).as_deref())?;
+    // A node that asks for no key trusts whoever reaches loopback. Pages in a browser on this machine do too,
+    // so they are told apart by what a browser cannot leave out.
+    if app.api.authorize(None).is_ok() && !local(&parts.headers) {
+        return Err(Error::Forbidden(
+            "without API keys this node answers only local programs: the Host must be localhost or an address, \
+             and a browser page of another origin may not call it"
+                .into(),
+        ));
+    }
+    Ok(())
+}
+
+/// The key: `Authorization: Bearer`, else `X-API-Key`, else (for what a browser opens without headers: event
+/// streams and WebSockets) `?access_token=`.
+fn key(parts: &Parts) -> Option<String> {
+    let text = |name: HeaderName| parts.headers.get(name).and_then(|value| value.to_str().ok());
+    let bearer = text(header::AUTHORIZATION)
+        .and_then(|value| value.split_once(' '))
+        .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
+        .map(|(_, key)| key.trim().to_owned());
+    let bare = || {
+        let streams = text(header::UPGRADE).is_some_and(|value| value.eq_ignore_ascii_case("websocket"))
+            || text(header::ACCEPT).is_some_and(|value| value.contains("text/event-stream"));
+        let pairs = parts.uri.query().filter(|_| streams)?;
+        let pairs = serde_urlencoded_pairs(pairs)?;
+        pairs.into_iter().find(|(name, _)| name == "access_token").map(|(_, key)| key)
+    };
+    bearer.or_else(|| text(API_KEY).map(ToOwned::to_owned)).or_else(bare)
+}
+
+fn serde_urlencoded_pairs(query: &str) -> Option<Vec<(String, String)>> {
+    let uri = format!("/?{query}").parse().ok()?;
+    axum::extract::Query::try_from_uri(&uri).ok().map(|pairs| pairs.0)
+}
+
+/// Is this request addressed to this machine itself, and not sent by a page of somewhere else?
+fn local(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).map(|value: &HeaderValue| value.to_str().unwrap_or(""));
+    let host = text(header::HOST);
+    let here = host.is_none_or(|host| {
+        host.parse::<Authority>().is_ok_and(|host| {
+            let name = host.host().trim_start_matches('[').trim_end_matches(']');
+            name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
+        })
+    });
+    let own_page = text(header::ORIGIN)
+        .is_none_or(|origin| origin.split_once("://").is_some_and(|(_, authority)| Some(authority) == host));
+    let fetched_here = text(HeaderName::from_static("sec-fetch-site"))
+        .is_none_or(|site| ["same-origin", "none"].contains(&site));
+    here && own_page && fetched_here
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{key, local, request_id};
+    use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, request::Parts};
+    use uuid::Uuid;
+
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        pairs.iter().map(|(k, v)| (HeaderName::from_static(k), HeaderValue::from_static(v))).collect()
+    }
+
+    fn parts(uri: &str, pairs: &[(&'static str, &'static str)]) -> Parts {
+        let mut parts = Request::builder().uri(uri).body(()).map(Request::into_parts).unwrap().0;
+        parts.headers = headers(pairs);
+        parts
+    }
+
+    #[test]
+    fn a_fit_request_id_is_kept_and_any_other_replaced() {
+        let of = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert("x-request-id", HeaderValue::from_bytes(value.as_bytes()).unwrap());
+            request_id(&headers)
+        };
+        for fit in ["a", "trace-1/~!", &"x".repeat(200)] {
+            assert_eq!(of(fit), fit);
+        }
+        for unfit in ["", "a b", "é", "tab\there", &"x".repeat(201)] {
+            assert!(Uuid::parse_str(&of(unfit)).is_ok(), "{unfit}");
+        }
+        assert!(Uuid::parse_str(&request_id(&HeaderMap::new())).is_ok());
+    }
+
+    #[test]
+    fn keys_are_found_in_their_places() {
+        let of = |uri: &str, pairs: &[_]| key(&parts(uri, pairs));
+        assert_eq!(of("/", &[("authorization", "Bearer k")]).as_deref(), Some("k"));
+        assert_eq!(of("/", &[("authorization", "bearer  k ")]).as_deref(), Some("k"));
+        assert_eq!(of("/", &[("authorization", "Basic x"), ("x-api-key", "k")]).as_deref(), Some("k"));
+        assert_eq!(of("/", &[("authorization", "Bearer a"), ("x-api-key", "b")]).as_deref(), Some("a"));
+        assert_eq!(of("/?access_token=k", &[]), None);
+        assert_eq!(of("/?a=b&access_token=k%2B+", &[("upgrade", "WebSocket")]).as_deref(), Some("k+ "));
+        assert_eq!(of("/?access_token=k", &[("accept", "text/event-stream")]).as_deref(), Some("k"));
+    }
+
+    #[test]
+    fn pages_from_elsewhere_are_not_local() {
+        for pairs in [
+            &[][..],
+            &[("host", "127.0.0.1:7777")],
+            &[("host", "[::1]:7777")],
+            &[("host", "LOCALHOST:7777")],
+            &[("host", "localhost:1"), ("origin", "http://localhost:1"), ("sec-fetch-site", "same-origin")],
+        ] {
+            assert!(local(&headers(pairs)), "{pairs:?}");
+        }
+        for pairs in [
+            &[("host", "evil.example:7777")][..],
+            &[("host", "localhost:1"), ("origin", "https://evil.example")],
+            &[("host", "localhost:1"), ("origin", "null")],
+            &[("host", "localhost:1"), ("sec-fetch-site", "cross-site")],
+        ] {
+            assert!(!local(&headers(pairs)), "{pairs:?}");
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Over a real socket: what depends on connections.
+
+use super::twin::{Twin, the_sandbox};
+use crate::http::{App, serve::serve_app};
+use futures::{SinkExt, StreamExt};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
+use tokio_tungstenite::{client_async, tungstenite::Message};
+
+/// More than any step here takes, less than a test runner waits.
+const LONG: Duration = Duration::from_secs(20);
+
+struct Server {
+    twin: Arc<Twin>,
+    address: std::net::SocketAddr,
+    stop: oneshot::Sender<()>,
+    served: tokio::task::JoinHandle<std::io::Result<()>>,
+}
+
+impl Server {
+    async fn start() -> Self {
+        let twin = Arc::new(Twin::default());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let served = tokio::spawn(serve_app(App::new(twin.clone()), listener, stopped));
+        Self { twin, address, stop, served }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// Sends a request as text and gives the open connection.
+    async fn send(&self, head: &str, body: &str) -> TcpStream {
+        let mut stream = self.connect().await;
+        let head = head.replace("{id}", &the_sandbox().to_string());
+        let request = format!(
+            "{head} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
+            self.address,
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).await.unwrap();
+        stream
+    }
+
+    async fn sessions_become(&self, count: usize) {
+        let become_so = async {
+            while self.twin.sessions.load(Ordering::SeqCst) != count {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(LONG, become_so).await.unwrap_or_else(|_| panic!("sessions did not become {count}"));
+    }
+}
+
+async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+    let mut read = Vec::new();
+    let reading = async {
+        while !String::from_utf8_lossy(&read).contains(end) {
+            if stream.read_buf(&mut read).await.unwrap() == 0 {
+                break;
+            }
+        }
+    };
+    timeout(LONG, reading).await.unwrap_or_else(|_| panic!("{end:?} did not come"));
+    String::from_utf8_lossy(&read).into_owned()
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_ends_its_command() {
+    let server = Server::start().await;
+    for path in ["exec", "exec/stream"] {
+        let stream = server.send(&format!("POST /v1/sandboxes/{{id}}/{path}"), r#"{"cmd":"cat"}"#).await;
+        server.sessions_become(1).await;
+        drop(stream);
+        server.sessions_become(0).await;
+    }
+}
+
+#[tokio::test]
+async fn events_arrive_while_the_command_runs() {
+    let server = Server::start().await;
+    let mut stream = server.send("GET /v1/sandboxes/{id}/logs?follow=true", "").await;
+    let text = read_until(&mut stream, "world").await;
+    assert!(text.contains("transfer-encoding: chunked"), "{text}");
+    assert!(text.contains("data: {\"line\":\"hello \\u00e9\"}\n\n"), "{text}");
+}
+
+#[tokio::test]
+async fn a_terminal_is_a_websocket() {
+    let server = Server::start().await;
+    let url =
+        format!("ws://{}/v1/sandboxes/{}/exec/pty?cols=100&rows=30&cmd=cat", server.address, the_sandbox());
+    let (mut socket, _) = client_async(&url, server.connect().await).await.unwrap();
+    assert_eq!(
+        server.twin.calls.lock().unwrap().last().map(String::as_str),
+        Some("exec cat Some((100, 30))")
+    );
+    socket.send(Message::Binary(b"\xff\x00keys".as_slice().into())).await.unwrap();
+    assert_eq!(socket.next().await.unwrap().unwrap(), Message::Binary(b"\xff\x00keys".as_slice().into()));
+    for (wish, seen) in [(r#"{"resize":{"cols":5,"rows":6}}"#, "size 5x6;"), (r#"{"signal":2}"#, "signal 2;")]
+    {
+        socket.send(Message::Text(wish.into())).await.unwrap();
+        assert_eq!(socket.next().await.unwrap().unwrap(), Message::Binary(seen.into()));
+    }
+    socket.send(Message::Text("nonsense".into())).await.unwrap();
+    socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
+    assert_eq!(socket.next().await.unwrap().unwrap(), Message::Text(r#"{"exit_code":7}"#.into()));
+    assert!(matches!(socket.next().await, Some(Ok(Message::Close(_)))));
+    server.sessions_become(0).await;
+}
+
+#[tokio::test]
+async fn a_terminal_whose_client_leaves_ends() {
+    let server = Server::start().await;
+    let url = format!("ws://{}/v1/sandboxes/{}/exec/pty", server.address, the_sandbox());
+    let (socket, _) = client_async(&url, server.connect().await).await.unwrap();
+    server.sessions_become(1).await;
+    drop(socket);
+    server.sessions_become(0).await;
+}
+
+#[tokio::test]
+async fn a_refused_terminal_is_an_http_answer() {
+    let server = Server::start().await;
+    for (path, status) in [("x/exec/pty", 404), ("{id}/exec/pty?cols=0", 400)] {
+        let path = path.replace("{id}", &the_sandbox().to_string());
+        let url = format!("ws://{}/v1/sandboxes/{path}", server.address);
+        let refused = client_async(&url, server.connect().await).await.err().map(|error| error.to_string());
+        assert!(refused.as_ref().is_some_and(|error| error.contains(&status.to_string())), "{refused:?}");
+    }
+    assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn a_refused_upload_is_read_so_that_its_client_sees_why() {
+    let server = Server::start().await;
+    let unknown = "PUT /v1/sandboxes/0190b7a0-0000-7000-8000-000000000002/fs?path=/x";
+    let mut stream = timeout(LONG, server.send(unknown, &"x".repeat(8 << 20))).await.unwrap();
+    let text = read_until(&mut stream, "no sandbox").await;
+    assert!(text.starts_with("HTTP/1.1 404"), "{text}");
+}
+
+#[tokio::test]
+async fn a_head_without_bound_is_refused() {
+    let server = Server::start().await;
+    let mut stream = server.connect().await;
+    let head = format!("GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: {}\r\n\r\n", "x".repeat(200 << 10));
+    // The rest of it may meet a closed connection.
+    let _ = stream.write_all(head.as_bytes()).await;
+    let mut answer = [0; 12];
+    timeout(LONG, stream.read_exact(&mut answer)).await.unwrap().unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 431");
+}
+
+#[tokio::test]
+async fn stopping_is_bounded_and_ends_what_runs() {
+    let server = Server::start().await;
+    let mut log = server.send("GET /v1/sandboxes/{id}/logs?follow=true", "").await;
+    read_until(&mut log, "world").await;
+    let _command = server.send("POST /v1/sandboxes/{id}/exec", r#"{"cmd":"cat"}"#).await;
+    server.sessions_become(1).await;
+    let begun = Instant::now();
+    server.stop.send(()).unwrap();
+    // A log that is followed ends at once and properly.
+    read_until(&mut log, "0\r\n\r\n").await;
+    assert!(begun.elapsed() < Duration::from_secs(3));
+    timeout(LONG, server.served).await.unwrap().unwrap().unwrap();
+    assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
+}

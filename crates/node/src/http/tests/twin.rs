@@ -1,0 +1,359 @@
+//! A node for these tests: it has one sandbox, a few files in memory, and commands that play a part.
+
+use crate::{
+    Error, Result,
+    exec::{Control, ControlInner, ExecEvent, Session},
+    files::Reading,
+    http::api::Api,
+};
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::{StreamExt, stream, stream::BoxStream};
+use keiki_types::{
+    EngineKind, SandboxId, SnapshotId, Status, TemplateName,
+    api::{
+        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
+        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+    },
+};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::sync::mpsc;
+
+/// Text whose bytes are line ends in other encodings.
+pub(super) const TRAPS: &str = "х…Å\u{2028}é";
+
+#[derive(Default)]
+pub(super) struct Twin {
+    pub key: Option<&'static str>,
+    /// What was asked of it.
+    pub calls: Mutex<Vec<String>>,
+    pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    /// Sessions that live.
+    pub sessions: std::sync::Arc<AtomicUsize>,
+}
+
+pub(super) fn the_sandbox() -> SandboxId {
+    "0190b7a0-0000-7000-8000-000000000001".parse().unwrap()
+}
+
+pub(super) fn sandbox(id: SandboxId) -> Sandbox {
+    Sandbox {
+        id,
+        template: "base".into(),
+        template_version: "v".into(),
+        cpu: 1,
+        memory_mb: 256,
+        disk_mb: 2048,
+        status: Status::Running,
+        guest_ip: String::new(),
+        created_at: "2026-01-01T00:00:00Z".into(),
+        metadata: [("of".into(), "parent".into())].into(),
+        from_snapshot: None,
+        boot_ms: 1,
+        boot_mode: "create".into(),
+        persistent: false,
+        ttl_seconds: 3600,
+        idle_seconds: 0,
+        parent_sandbox_id: None,
+        parent_snapshot_id: None,
+        generation: 1,
+        engine: EngineKind::Qemu,
+        memory: None,
+        timings: None,
+        error: None,
+    }
+}
+
+impl Twin {
+    fn note(&self, call: String) {
+        self.calls.lock().unwrap().push(call);
+    }
+
+    fn known(&self, id: SandboxId) -> Result<Sandbox> {
+        if id == the_sandbox() { Ok(sandbox(id)) } else { Err(Error::NotFound(format!("no sandbox {id}"))) }
+    }
+
+    fn done(&self, id: SandboxId, call: String) -> Result<()> {
+        self.known(id)?;
+        self.note(call);
+        Ok(())
+    }
+}
+
+/// Counts a session while it lives.
+struct Living(std::sync::Arc<AtomicUsize>);
+
+impl Drop for Living {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Gives input back as output, and says what else came.
+struct Echo(mpsc::UnboundedSender<ExecEvent>);
+
+#[async_trait]
+impl ControlInner for Echo {
+    async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
+        self.0
+            .send(if eof { exit(7) } else { ExecEvent::Stdout(data) })
+            .map_err(|_| Error::Conflict("over".into()))
+    }
+
+    async fn signal(&self, signal: i32) -> Result<()> {
+        self.input(format!("signal {signal};").into(), false).await
+    }
+
+    async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
+        self.input(format!("size {cols}x{rows};").into(), false).await
+    }
+}
+
+fn exit(code: i32) -> ExecEvent {
+    ExecEvent::Exit { code, timed_out: false, message: String::new(), duration_ms: 3 }
+}
+
+fn out(bytes: &[u8]) -> ExecEvent {
+    ExecEvent::Stdout(Bytes::copy_from_slice(bytes))
+}
+
+/// What a command of this name sends; None: it goes on until its input ends.
+fn script(cmd: &str) -> Option<Vec<ExecEvent>> {
+    Some(match cmd {
+        "traps" => TRAPS.bytes().map(|byte| out(&[byte])).chain([exit(0)]).collect(),
+        "binary" => vec![out(b"a\xff"), out(b"\xc3"), ExecEvent::Stderr(Bytes::from_static(b"e")), exit(3)],
+        "big" => std::iter::repeat_n(out(&vec![b'x'; 1 << 20]), 17).chain([exit(0)]).collect(),
+        "late" => {
+            vec![ExecEvent::Exit { code: 137, timed_out: true, message: String::new(), duration_ms: 5000 }]
+        }
+        "none" => {
+            let message = "none: not found".into();
+            vec![ExecEvent::Exit { code: 127, timed_out: false, message, duration_ms: 0 }]
+        }
+        "lost" => vec![out(b"half")],
+        _ => return None,
+    })
+}
+
+#[async_trait]
+impl Api for Twin {
+    fn version(&self) -> Version {
+        Version { version: "0".into(), engine: "qemu".into() }
+    }
+
+    fn authorize(&self, key: Option<&str>) -> Result<()> {
+        if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
+    }
+
+    async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
+        match request.template.as_deref() {
+            Some("busy") => {
+                Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
+            }
+            Some("panic") => panic!("the twin was told to"),
+            _ => Ok(sandbox(the_sandbox())),
+        }
+    }
+
+    async fn list(&self, memory: bool) -> Result<Vec<Sandbox>> {
+        self.note(format!("list {memory}"));
+        Ok(vec![sandbox(the_sandbox())])
+    }
+
+    async fn get(&self, id: SandboxId) -> Result<Sandbox> {
+        self.known(id)
+    }
+
+    async fn delete(&self, id: SandboxId) -> Result<()> {
+        self.known(id).map(drop)
+    }
+
+    async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+        self.done(id, format!("fork {request:?}"))?;
+        let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
+        let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
+        Ok(Forked { parent_id: id, sandbox: children[0].clone(), children, timings: Timings::default() })
+    }
+
+    async fn promote(&self, id: SandboxId, request: Promote) -> Result<Promoted> {
+        self.done(id, format!("promote {request:?}"))?;
+        Ok(Promoted { winner: id, tree_id: "t".into(), deleted: Vec::new(), failures: BTreeMap::new() })
+    }
+
+    async fn pause(&self, id: SandboxId) -> Result<Sandbox> {
+        self.known(id)
+    }
+
+    async fn resume(&self, id: SandboxId) -> Result<Sandbox> {
+        self.known(id)
+    }
+
+    async fn hibernate(&self, id: SandboxId) -> Result<Sandbox> {
+        self.known(id)
+    }
+
+    async fn wake(&self, id: SandboxId) -> Result<Sandbox> {
+        self.known(id)
+    }
+
+    async fn lifecycle(&self, id: SandboxId) -> Result<Lifecycle> {
+        self.known(id)?;
+        Ok(Lifecycle { ttl_seconds: 3600, persistent: false, idle_seconds: 0 })
+    }
+
+    async fn set_lifecycle(&self, id: SandboxId, request: SetLifecycle) -> Result<Lifecycle> {
+        self.done(id, format!("set_lifecycle {request:?}"))?;
+        self.lifecycle(id).await
+    }
+
+    async fn console(&self, id: SandboxId, _: usize) -> Result<Bytes> {
+        self.known(id)?;
+        Ok("hello é\nworld\n".into())
+    }
+
+    async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+        self.known(id)?;
+        Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
+    }
+
+    async fn snapshots(&self, of: Option<SandboxId>) -> Result<Vec<Snapshot>> {
+        self.note(format!("snapshots {of:?}"));
+        Ok(Vec::new())
+    }
+
+    async fn get_snapshot(&self, id: SnapshotId) -> Result<Snapshot> {
+        Err(Error::NotFound(format!("no snapshot {id}")))
+    }
+
+    async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        Err(Error::NotFound(format!("no snapshot {id}")))
+    }
+
+    async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
+        let cmd = request.cmd.unwrap_or_default();
+        self.done(id, format!("exec {cmd} {pty:?}"))?;
+        self.sessions.fetch_add(1, Ordering::SeqCst);
+        let living = Living(self.sessions.clone());
+        let (input, echoed) = mpsc::unbounded_channel();
+        let control = Control { inner: std::sync::Arc::new(Echo(input.clone())) };
+        let events = match script(&cmd) {
+            Some(events) => stream::iter(events).boxed(),
+            // It keeps its own input open, so it ends only by an exit.
+            None => stream::unfold((echoed, input), |(mut echoed, input)| async {
+                let event = echoed.recv().await?;
+                Some((event, (echoed, input)))
+            })
+            .boxed(),
+        };
+        let events = events.map(move |event| {
+            let _ = &living;
+            Ok(event)
+        });
+        Ok(Session { events: events.boxed(), control })
+    }
+
+    async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
+        self.known(id)?;
+        let missing = || Error::NotFound(format!("no file {path}"));
+        let data = self.files.lock().unwrap().get(path).cloned().ok_or_else(missing)?;
+        let size = if path.starts_with("/proc") { 0 } else { data.len() as u64 };
+        let pieces = data.chunks(1000).map(|piece| Ok(Bytes::copy_from_slice(piece))).collect::<Vec<_>>();
+        Ok(Reading { size, mode: 0o100_640, chunks: stream::iter(pieces).boxed() })
+    }
+
+    async fn write_file(
+        &self,
+        id: SandboxId,
+        path: &str,
+        mode: Option<u32>,
+        mut data: BoxStream<'static, Result<Bytes>>,
+    ) -> Result<u64> {
+        self.known(id)?;
+        let mut whole = Vec::new();
+        while let Some(chunk) = data.next().await.transpose()? {
+            whole.extend_from_slice(&chunk);
+        }
+        self.note(format!("write {path} {mode:?}"));
+        let length = whole.len() as u64;
+        self.files.lock().unwrap().insert(path.into(), whole);
+        Ok(length)
+    }
+
+    async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
+        self.done(id, format!("list_dir {path}"))?;
+        Ok(Vec::new())
+    }
+
+    async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
+        self.known(id)?;
+        Err(Error::NotFound(format!("no file {path}")))
+    }
+
+    async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        self.done(id, format!("mkdir {change:?}"))
+    }
+
+    async fn rename(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        self.done(id, format!("rename {change:?}"))
+    }
+
+    async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        self.done(id, format!("remove {} {}", change.path, change.recursive))
+    }
+
+    async fn chmod(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        self.done(id, format!("chmod {change:?}"))
+    }
+
+    async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        self.done(id, format!("symlink {change:?}"))
+    }
+
+    async fn templates(&self) -> Result<Vec<Template>> {
+        Ok(Vec::new())
+    }
+
+    async fn get_template(&self, name: &TemplateName) -> Result<Template> {
+        Err(Error::NotFound(format!("no template {name}")))
+    }
+
+    async fn delete_template(&self, name: &TemplateName) -> Result<()> {
+        Err(Error::NotFound(format!("no template {name}")))
+    }
+
+    async fn build_template(&self, request: BuildTemplate) -> Result<Build> {
+        self.note(format!("build {request:?}"));
+        Ok(Build {
+            id: "b".into(),
+            name: request.name,
+            status: "queued".into(),
+            error: String::new(),
+            started_at: String::new(),
+            ended_at: String::new(),
+            step: String::new(),
+        })
+    }
+
+    async fn builds(&self) -> Result<Vec<Build>> {
+        Ok(Vec::new())
+    }
+
+    async fn get_build(&self, id: &str) -> Result<Build> {
+        Err(Error::NotFound(format!("no build {id}")))
+    }
+
+    async fn build_log(&self, id: &str) -> Result<BoxStream<'static, String>> {
+        match id {
+            "b" => Ok(stream::iter(["one".to_owned(), "end".to_owned()]).boxed()),
+            "slow" => Ok(stream::iter(["one".to_owned()]).chain(stream::pending()).boxed()),
+            _ => Err(Error::NotFound(format!("no build {id}"))),
+        }
+    }
+}
