@@ -1,3 +1,109 @@
-//! To be written.
-#![allow(missing_docs)]
-fn main() {}
+//! `keiki`: the command line, the daemon included.
+//!
+//! Each command is one file in [`cmd`]: its arguments and an async `run`. A run returns the exit code or a
+//! [`exit::Failure`]; only this file turns failures into text and ends the process.
+
+mod args;
+mod bench;
+mod cmd;
+mod config;
+mod context;
+mod doctor;
+mod env;
+mod exit;
+mod ids;
+mod owned;
+mod printer;
+mod progress;
+mod signals;
+mod text;
+
+use args::{Cli, Command};
+use clap::FromArgMatches;
+use context::Context;
+use exit::{ExitCode, Failure, Outcome};
+use printer::{Format, Printer};
+
+fn main() {
+    let matches = args::command().try_get_matches();
+    let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
+        Ok(cli) => cli,
+        Err(error) => {
+            let code = if error.use_stderr() { ExitCode::Failed } else { ExitCode::Success };
+            let _ = error.print();
+            std::process::exit(code as i32);
+        }
+    };
+    let out = Printer::new(Format::Table);
+    let outcome = match tokio::runtime::Runtime::new() {
+        Ok(runtime) => {
+            let outcome = runtime.block_on(run(cli));
+            // A thread may still wait for a key that never comes.
+            runtime.shutdown_background();
+            outcome
+        }
+        Err(source) => Err(Failure::Io { what: "starting the runtime".into(), source }),
+    };
+    let code = match outcome {
+        Ok(code) => code,
+        Err(failure) => {
+            complain(out, &failure);
+            failure.code()
+        }
+    };
+    std::process::exit(code);
+}
+
+fn complain(out: Printer, failure: &Failure) {
+    if failure.is_silent() {
+        return;
+    }
+    if let Failure::Node(error) = failure
+        && let Some(console) = error.console().filter(|console| !console.trim().is_empty())
+    {
+        out.note("the end of the guest's console:");
+        for line in console.lines() {
+            // A guest's text must not drive the terminal it is shown on.
+            let plain: String = line.chars().filter(|c| !c.is_control()).collect();
+            out.note(&format!("  | {plain}"));
+        }
+    }
+    out.note(&format!("keiki: {}", failure.sentence()));
+}
+
+async fn run(cli: Cli) -> Outcome {
+    let global = cli.global;
+    match cli.command {
+        // These work without a node.
+        Command::Doctor(args) => return cmd::doctor::run(Printer::new(global.output), args).await,
+        Command::Node(args) => return cmd::node::run(Printer::new(global.output), args).await,
+        Command::Completion(args) => return cmd::completion::run(args),
+        _ => {}
+    }
+    let context = Context::new(&global)?;
+    match cli.command {
+        Command::Create(args) => cmd::create::run(context, args).await,
+        Command::Run(args) => cmd::run::run(context, args).await,
+        Command::Exec(args) => cmd::exec::run(context, args).await,
+        Command::Shell(args) => cmd::shell::run(context, args).await,
+        Command::Cp(args) => cmd::cp::run(context, args).await,
+        Command::Ls(args) => cmd::ls::run(context, args).await,
+        Command::Inspect(args) => cmd::inspect::run(context, args).await,
+        Command::Logs(args) => cmd::logs::run(context, args).await,
+        Command::Pause(args) => cmd::pause::run(context, args).await,
+        Command::Resume(args) => cmd::resume::run(context, args).await,
+        Command::Hibernate(args) => cmd::hibernate::run(context, args).await,
+        Command::Wake(args) => cmd::wake::run(context, args).await,
+        Command::Snapshot(args) => cmd::snapshot::run(context, args).await,
+        Command::Snapshots(args) => cmd::snapshots::run(context, args).await,
+        Command::Restore(args) => cmd::restore::run(context, args).await,
+        Command::Fork(args) => cmd::fork::run(context, args).await,
+        Command::Tree(args) => cmd::tree::run(context, args).await,
+        Command::Rm(args) => cmd::rm::run(context, args).await,
+        Command::Template(args) => cmd::template::run(context, args).await,
+        Command::Bench(args) => cmd::bench::run(context, args).await,
+        Command::Demo(args) => cmd::demo::run(context, args).await,
+        Command::Version(args) => cmd::version::run(context, args).await,
+        Command::Doctor(_) | Command::Node(_) | Command::Completion(_) => Ok(ExitCode::Success as i32),
+    }
+}

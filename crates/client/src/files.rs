@@ -74,7 +74,8 @@ impl Client {
     /// Makes a directory, with its parents.
     pub async fn mkdir(&self, id: SandboxId, path: &str, mode: Option<u32>) -> Result<()> {
         let mode = mode.map(|mode| format!("{mode:04o}"));
-        self.change(id, "mkdir", FsChange { path: path.into(), mode, recursive: true, ..Default::default() }).await
+        self.change(id, "mkdir", FsChange { path: path.into(), mode, recursive: true, ..Default::default() })
+            .await
     }
 
     /// Gives a file another name.

@@ -116,14 +116,22 @@ impl Client {
     }
 
     /// The log so far, as bytes: a guest's console is not always text.
-    pub async fn logs(&self, id: SandboxId, stream: LogStream) -> Result<BoxStream<'static, Result<bytes::Bytes>>> {
+    pub async fn logs(
+        &self,
+        id: SandboxId,
+        stream: LogStream,
+    ) -> Result<BoxStream<'static, Result<bytes::Bytes>>> {
         let query = [("stream", stream.as_str()), ("follow", "false")];
         let response = self.send(self.request(Method::GET, &path(id, "/logs")).query(&query)).await?;
         Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
     }
 
     /// The log so far and what comes, line by line.
-    pub async fn follow_logs(&self, id: SandboxId, stream: LogStream) -> Result<BoxStream<'static, Result<String>>> {
+    pub async fn follow_logs(
+        &self,
+        id: SandboxId,
+        stream: LogStream,
+    ) -> Result<BoxStream<'static, Result<String>>> {
         #[derive(Deserialize)]
         struct Line {
             line: String,

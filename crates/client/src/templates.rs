@@ -29,6 +29,16 @@ impl Client {
         self.get(&format!("/v1/templates/{name}")).await
     }
 
+    /// How long the cold boot took that a template was baked from, in ms. None where the node does not tell.
+    pub async fn cold_boot_ms(&self, name: &TemplateName) -> Result<Option<f64>> {
+        #[derive(Deserialize)]
+        struct Baked {
+            #[serde(default)]
+            cold_boot_ms: Option<f64>,
+        }
+        self.get::<Baked>(&format!("/v1/templates/{name}")).await.map(|baked| baked.cold_boot_ms)
+    }
+
     /// Deletes a template; sandboxes and snapshots made from it go on.
     pub async fn delete_template(&self, name: &TemplateName) -> Result<()> {
         self.remove(&format!("/v1/templates/{name}")).await
@@ -73,7 +83,9 @@ impl Client {
 /// Ids of builds are texts: nothing in one may leave its place in a path.
 fn segment(id: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
-    id.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+    id.bytes()
+        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
 }
 
 #[cfg(test)]

@@ -34,7 +34,9 @@ impl Client {
         let wrong = |why: String| Error::Address { url: url.into(), why };
         let parsed = reqwest::Url::parse(url).map_err(|error| wrong(error.to_string()))?;
         if parsed.scheme() != "http" {
-            return Err(wrong("it must start with http:// (TLS belongs to a proxy or tunnel before it)".into()));
+            return Err(wrong(
+                "it must start with http:// (TLS belongs to a proxy or tunnel before it)".into(),
+            ));
         }
         let base = parsed.as_str().trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);

@@ -1,0 +1,47 @@
+//! The machine that measured. It is the node's own where both run on one.
+
+use serde::Serialize;
+
+/// A machine, in a few words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Machine {
+    /// Processor model.
+    pub cpu: String,
+    /// Cores that may be used.
+    pub cores: usize,
+    /// RAM in MiB.
+    pub ram_mib: u64,
+    /// Kernel release.
+    pub kernel: String,
+}
+
+impl Machine {
+    /// This one.
+    pub fn here() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        Self {
+            cpu: cpu_model(&read("/proc/cpuinfo")).unwrap_or_else(|| std::env::consts::ARCH.into()),
+            cores: std::thread::available_parallelism().map_or(1, Into::into),
+            ram_mib: crate::doctor::meminfo(&read("/proc/meminfo"), "MemTotal").unwrap_or(0) >> 20,
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+        }
+    }
+}
+
+fn cpu_model(cpuinfo: &str) -> Option<String> {
+    let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Machine, cpu_model};
+
+    #[test]
+    fn this_machine_is_described() {
+        let here = Machine::here();
+        assert!(here.cores > 0 && here.ram_mib > 0 && !here.kernel.is_empty() && !here.cpu.is_empty());
+        assert_eq!(cpu_model("processor : 0\nmodel name\t: A B: C\n").as_deref(), Some("A B: C"));
+        assert_eq!(cpu_model(""), None);
+    }
+}

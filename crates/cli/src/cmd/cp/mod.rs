@@ -1,0 +1,169 @@
+//! `keiki cp`.
+//!
+//! Files keep their permission bits, directories are copied with what is inside, symlinks inside them stay
+//! symlinks. As with `cp -r`: a destination that is a directory receives the source under its own name, any
+//! other destination is the new name.
+//!
+//! A sandbox is not trusted with the local file system: a name it lists must be a plain name, and nothing is
+//! written through a symlink that it made.
+
+mod download;
+mod upload;
+
+use crate::{
+    context::Context,
+    exit::{ExitCode, Failure, Outcome},
+    ids::looks_like_id,
+    progress::Progress,
+    signals::unless_interrupted,
+    text,
+};
+use keiki_client::{Client, SandboxId};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A local path, or SANDBOX:/path
+    #[arg(value_name = "FROM")]
+    pub from: String,
+    /// A local path, or SANDBOX:/path
+    #[arg(value_name = "TO")]
+    pub to: String,
+}
+
+/// One end of a copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum End {
+    Local(PathBuf),
+    Remote { sandbox: String, path: String },
+}
+
+/// `ID:/path` is in a sandbox; anything else, or what starts with `/`, `./` or `../`, is local.
+fn parse_end(text: &str) -> Result<End, Failure> {
+    if text.is_empty() {
+        return Err(Failure::Usage("a path is empty".into()));
+    }
+    let Some((sandbox, path)) = text.split_once(':').filter(|(before, _)| looks_like_id(before)) else {
+        return Ok(End::Local(text.into()));
+    };
+    if !path.starts_with('/') {
+        let hint = format!("if it is a local file, write ./{text}");
+        return Err(Failure::Usage(format!("{text:?}: a path in a sandbox starts with '/' ({hint})")));
+    }
+    Ok(End::Remote { sandbox: sandbox.into(), path: path.into() })
+}
+
+/// What was copied.
+#[derive(Debug, Default, Serialize)]
+struct Copied {
+    files: u64,
+    dirs: u64,
+    symlinks: u64,
+    bytes: u64,
+    /// Neither file, directory nor symlink, or named by bytes that are no text.
+    skipped: Vec<String>,
+}
+
+/// What both directions need.
+struct Copier {
+    client: Client,
+    id: SandboxId,
+    progress: Progress,
+    copied: Copied,
+}
+
+impl Copier {
+    fn say(&self, name: &str) {
+        let plain: String = name.chars().filter(|c| !c.is_control()).collect();
+        self.progress.say(format!("copying {plain}"));
+    }
+}
+
+/// Runs the command.
+pub async fn run(context: Context, args: Args) -> Outcome {
+    let (from, to) = (parse_end(&args.from)?, parse_end(&args.to)?);
+    let sandbox = match (&from, &to) {
+        (End::Remote { .. }, End::Remote { .. }) => {
+            return Err(Failure::Usage("copy from one sandbox to another through a local file".into()));
+        }
+        (End::Local(_), End::Local(_)) => {
+            return Err(Failure::Usage("one of the two must be in a sandbox: SANDBOX:/path".into()));
+        }
+        (End::Remote { sandbox, .. }, _) | (_, End::Remote { sandbox, .. }) => sandbox,
+    };
+    let id = context.sandbox_id(sandbox).await?;
+    let progress = Progress::start("copying");
+    let mut copier = Copier { client: context.client.clone(), id, progress, copied: Copied::default() };
+    unless_interrupted(async {
+        match (&from, &to) {
+            (End::Local(from), End::Remote { path, .. }) => upload::copy(&mut copier, from, path).await,
+            (End::Remote { path, .. }, End::Local(to)) => download::copy(&mut copier, path, to).await,
+            _ => Ok(()),
+        }
+    })
+    .await?;
+    let Copier { copied, progress, .. } = copier;
+    drop(progress);
+    for name in &copied.skipped {
+        context
+            .out
+            .note(&format!("keiki: skipped {name:?}: not a file, directory or symlink with a text name"));
+    }
+    context.out.show(&copied, String::new)?;
+    if !context.out.is_json() {
+        let (files, size) = (copied.files, text::bytes(copied.bytes));
+        context.out.note(&format!("copied {files} file{}, {size}", if files == 1 { "" } else { "s" }));
+    }
+    Ok(if copied.skipped.is_empty() { ExitCode::Success } else { ExitCode::Failed } as i32)
+}
+
+/// A path in the guest, one level down.
+fn join(dir: &str, name: &str) -> String {
+    format!("{}/{name}", dir.trim_end_matches('/'))
+}
+
+/// The last name of a path in the guest; None for the root and for paths that end in `.` or `..`.
+fn base_name(path: &str) -> Option<&str> {
+    let name = path.trim_end_matches('/').rsplit('/').next()?;
+    (!matches!(name, "" | "." | "..")).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{End, base_name, join, parse_end};
+
+    fn remote(sandbox: &str, path: &str) -> End {
+        End::Remote { sandbox: sandbox.into(), path: path.into() }
+    }
+
+    #[test]
+    fn ends_are_local_or_in_a_sandbox() {
+        for (text, end) in [
+            ("0198f2a4:/a b/é\n", remote("0198f2a4", "/a b/é\n")),
+            ("abcd:/x:y", remote("abcd", "/x:y")),
+            ("0198f2a4-7c1e-7000-8000-aaaaaaaa0001:/", remote("0198f2a4-7c1e-7000-8000-aaaaaaaa0001", "/")),
+            ("./abcd:/x", End::Local("./abcd:/x".into())),
+            ("/abcd:/x", End::Local("/abcd:/x".into())),
+            ("file name", End::Local("file name".into())),
+            ("notes:today", End::Local("notes:today".into())),
+            (":/x", End::Local(":/x".into())),
+        ] {
+            assert_eq!(parse_end(text).unwrap(), end, "{text:?}");
+        }
+        for text in ["", "abcd:", "abcd:x"] {
+            assert!(parse_end(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn guest_paths() {
+        assert_eq!(join("/", "a"), "/a");
+        assert_eq!(join("/a/", "b c"), "/a/b c");
+        assert_eq!(base_name("/a/b/"), Some("b"));
+        for none in ["/", "", "/a/..", "/a/."] {
+            assert_eq!(base_name(none), None, "{none:?}");
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! What runs in the demo's sandboxes, and how it is looked at.
+
+use crate::exit::Failure;
+use keiki_client::{Client, SandboxId, api::ExecRequest};
+use serde::Deserialize;
+use std::time::{Duration, Instant};
+
+/// On disk.
+const DISK: &str = "/srv/keiki-demo";
+/// How long the process may take to show something.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Builds a table (the work that nobody wants to do twice), then counts. Its RAM holds a secret that it never
+/// writes anywhere but here, and the labels it has been given. Twenty times a second it shows what it holds.
+const COUNTER: &str = r#"
+import json, os, sys, time
+shown, label_file = sys.argv[1], sys.argv[2]
+secret = os.urandom(16).hex()
+sieve = bytearray([1]) * 200000
+for n in range(2, 448):
+    if sieve[n]:
+        sieve[n * n::n] = bytes(len(range(n * n, len(sieve), n)))
+primes = [n for n in range(2, len(sieve)) if sieve[n]]
+counter, labels = 0, []
+while True:
+    try:
+        with open(label_file) as f:
+            label = f.read().strip()
+    except FileNotFoundError:
+        label = ""
+    if label and label not in labels:
+        labels.append(label)
+    counter += 1
+    with open(shown + ".new", "w") as f:
+        json.dump({"secret": secret, "pid": os.getpid(), "primes": len(primes), "counter": counter, "labels": labels}, f)
+    os.rename(shown + ".new", shown)
+    time.sleep(0.05)
+"#;
+
+/// What the process holds in its RAM.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Held {
+    /// Random, made once.
+    pub secret: String,
+    /// Its process id.
+    pub pid: u32,
+    /// Length of the table: 17,984.
+    pub primes: u32,
+    /// Ticks so far.
+    pub counter: u64,
+    /// What it has been told.
+    pub labels: Vec<String>,
+}
+
+/// What the files of a sandbox hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Files {
+    /// Digests of the built files, on disk and in the tmpfs.
+    pub digests: String,
+    /// Labels written to disk and to the tmpfs; `-` for none.
+    pub labels: String,
+}
+
+/// One sandbox of the demo.
+#[derive(Debug, Clone)]
+pub struct Guest {
+    client: Client,
+    /// Its id.
+    pub id: SandboxId,
+    tmpfs: String,
+}
+
+impl Guest {
+    /// A sandbox and where its tmpfs is.
+    pub async fn find(client: &Client, id: SandboxId) -> Result<Self, Failure> {
+        let mut guest = Self { client: client.clone(), id, tmpfs: String::new() };
+        let line = "for d in /dev/shm /run /tmp; do [ \"$(stat -f -c %T $d)\" = tmpfs ] && echo $d && exit; done; \
+                    mkdir -p /mnt/keiki-demo && mount -t tmpfs tmpfs /mnt/keiki-demo && echo /mnt/keiki-demo";
+        guest.tmpfs = format!("{}/keiki-demo", guest.shell(line).await?.trim());
+        Ok(guest)
+    }
+
+    /// Another sandbox that came from this one: everything is in the same places.
+    pub fn relative(&self, id: SandboxId) -> Self {
+        Self { id, ..self.clone() }
+    }
+
+    /// Builds the state: files on disk and in the tmpfs, and the process.
+    pub async fn build(&self) -> Result<(), Failure> {
+        let (disk, tmpfs) = (DISK, &self.tmpfs);
+        self.client.write_bytes(self.id, &format!("{disk}/counter.py"), Some(0o644), COUNTER).await?;
+        self.shell(&format!(
+            "mkdir -p {tmpfs} && head -c 4194304 /dev/urandom > {disk}/built && head -c 1048576 /dev/urandom > {tmpfs}/built"
+        ))
+        .await?;
+        self.shell(&format!(
+            "setsid python3 {disk}/counter.py {tmpfs}/held.json {tmpfs}/label </dev/null >{disk}/log 2>&1 &"
+        ))
+        .await?;
+        Ok(())
+    }
+
+    /// What the process holds, once it shows anything.
+    pub async fn held(&self) -> Result<Held, Failure> {
+        self.held_when("the process shows what it holds", |_| true).await
+    }
+
+    /// What the process holds, once that is `so`.
+    pub async fn held_when(&self, what: &str, so: impl Fn(&Held) -> bool) -> Result<Held, Failure> {
+        let start = Instant::now();
+        loop {
+            let shown = self.shell(&format!("cat {}/held.json 2>/dev/null || true", self.tmpfs)).await?;
+            if let Ok(held) = serde_json::from_str(&shown)
+                && so(&held)
+            {
+                return Ok(held);
+            }
+            if start.elapsed() > PATIENCE {
+                let seconds = PATIENCE.as_secs();
+                return Err(Failure::Wrong(format!(
+                    "{}: not so after {seconds} s: {what}; shown: {shown}",
+                    self.id
+                )));
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Tells the process, the disk and the tmpfs who they are.
+    pub async fn label(&self, label: &str) -> Result<(), Failure> {
+        let tmpfs = &self.tmpfs;
+        let line = format!(
+            "echo {label} > {DISK}/label && echo {label} > {tmpfs}/label.new && mv {tmpfs}/label.new {tmpfs}/label"
+        );
+        self.shell(&line).await.map(drop)
+    }
+
+    /// What the files hold.
+    pub async fn files(&self) -> Result<Files, Failure> {
+        let tmpfs = &self.tmpfs;
+        let digests = self.shell(&format!("sha256sum < {DISK}/built; sha256sum < {tmpfs}/built")).await?;
+        let labels = format!("for f in {DISK}/label {tmpfs}/label; do cat $f 2>/dev/null || echo -; done");
+        Ok(Files {
+            digests,
+            labels: self.shell(&labels).await?.split_whitespace().collect::<Vec<_>>().join(" "),
+        })
+    }
+
+    /// Sixteen bytes of its kernel's randomness, and its host name.
+    pub async fn identity(&self) -> Result<(String, String), Failure> {
+        let random = self.shell("head -c 16 /dev/urandom | od -An -tx1").await?;
+        Ok((random.trim().to_owned(), self.shell("cat /proc/sys/kernel/hostname").await?.trim().to_owned()))
+    }
+
+    async fn shell(&self, line: &str) -> Result<String, Failure> {
+        let request =
+            ExecRequest { cmd: Some(line.into()), timeout_seconds: Some(60.0), ..Default::default() };
+        let result = self.client.exec(self.id, &request).await?;
+        if result.exit_code == 0 {
+            return Ok(result.stdout);
+        }
+        let (code, why) = (result.exit_code, result.stderr.trim());
+        Err(Failure::Wrong(format!("{}: `{line}` ended with {code}: {why}", self.id)))
+    }
+}

@@ -1,0 +1,312 @@
+//! The steps of the demo and what must be true after each.
+
+use super::{
+    Row,
+    guest::{Files, Guest, Held},
+};
+use crate::{
+    bench::first_event, cmd::template, context::Context, exit::Failure, ids::short, owned::Owned,
+    progress::Progress,
+};
+use futures::future::try_join_all;
+use keiki_client::{
+    SnapshotId, TemplateName,
+    api::{BuildTemplate, CreateSandbox, ForkSandbox, Timings},
+};
+use std::{collections::BTreeSet, time::Instant};
+
+const FORKS: usize = 4;
+/// Primes below 200,000.
+const PRIMES: u32 = 17_984;
+
+/// The teller.
+pub struct Story<'a> {
+    context: &'a Context,
+    owned: &'a Owned,
+    template: TemplateName,
+    rows: Vec<Row>,
+}
+
+/// Fails with a sentence unless something is so.
+fn must(so: bool, otherwise: impl FnOnce() -> String) -> Result<(), Failure> {
+    if so { Ok(()) } else { Err(Failure::Wrong(otherwise())) }
+}
+
+/// Is `copy` the same process as `origin`, gone on from then or later, and told nothing yet?
+fn is_continuation(origin: &Held, copy: &Held) -> Result<(), Failure> {
+    let (a, b) = (origin, copy);
+    must(a.secret == b.secret && a.pid == b.pid, || format!("not the same process: {a:?} became {b:?}"))?;
+    must(b.primes == PRIMES, || format!("the table in RAM is damaged: {} primes", b.primes))?;
+    must(b.counter >= a.counter, || format!("the counter went back from {} to {}", a.counter, b.counter))?;
+    must(b.labels.is_empty(), || format!("it holds labels that nobody gave it: {:?}", b.labels))
+}
+
+/// Does a sandbox hold its own label everywhere, no other's, and still what was built?
+fn is_itself(label: &str, held: &Held, files: &Files, built: &Files) -> Result<(), Failure> {
+    must(held.labels == [label], || format!("RAM of {label} holds the labels {:?}", held.labels))?;
+    must(files.labels == format!("{label} {label}"), || {
+        format!("files of {label} hold the labels {}", files.labels)
+    })?;
+    must(files.digests == built.digests, || format!("the built files of {label} changed"))
+}
+
+impl<'a> Story<'a> {
+    /// Not told yet.
+    pub fn new(context: &'a Context, owned: &'a Owned, template: TemplateName) -> Self {
+        Self { context, owned, template, rows: Vec::new() }
+    }
+
+    /// Tells it; the times of its steps.
+    pub async fn tell(mut self) -> Result<Vec<Row>, Failure> {
+        self.prepare_template().await?;
+        let parent = self.create().await?;
+        let built = self.build(&parent).await?;
+        let (snapshot, before) = self.snapshot(&parent).await?;
+        let forks = self.fork(&parent).await?;
+        self.diverge(&parent, &forks, &built).await?;
+        self.kill_one(&parent, &forks).await?;
+        self.restore(snapshot, &before, &parent, &built).await?;
+        Ok(self.rows)
+    }
+
+    /// A line of the story; with JSON, stdout belongs to the result.
+    fn say(&self, line: &str) -> Result<(), Failure> {
+        if self.context.out.is_json() {
+            self.context.out.note(line);
+            return Ok(());
+        }
+        self.context.out.line(line)
+    }
+
+    fn time(&mut self, step: &'static str, start: Instant, timings: Option<&Timings>) -> &mut Row {
+        let timings = timings.cloned().unwrap_or_default();
+        self.rows.push(Row {
+            step,
+            total_ms: start.elapsed().as_secs_f64() * 1000.0,
+            vcpu_pause_ms: timings.vcpu_pause_ms,
+            user_pause_ms: timings.user_pause_ms,
+            thaw_ms: timings.thaw_ms,
+            first_output_ms: None,
+        });
+        let last = self.rows.len() - 1;
+        &mut self.rows[last]
+    }
+
+    async fn prepare_template(&self) -> Result<(), Failure> {
+        match self.context.client.template(&self.template).await {
+            Ok(template) if template.status == "ready" => return Ok(()),
+            Err(error) if !error.is_not_found() => return Err(error.into()),
+            _ => {}
+        }
+        self.say(&format!("Building template {} (once; minutes)", self.template))?;
+        let request = BuildTemplate { name: self.template.to_string(), ..Default::default() };
+        template::build(self.context, &request).await.map(drop)
+    }
+
+    async fn create(&mut self) -> Result<Guest, Failure> {
+        let client = &self.context.client;
+        let request = CreateSandbox { template: Some(self.template.to_string()), ..self.owned.request() };
+        let start = Instant::now();
+        let sandbox = client.create(&request).await?;
+        let total = Instant::now();
+        first_event(client, sandbox.id).await?;
+        let first = start.elapsed().as_secs_f64() * 1000.0;
+        let guest = Guest::find(client, sandbox.id).await?;
+        let row = self.time("create", start, sandbox.timings.as_ref());
+        row.total_ms = (total - start).as_secs_f64() * 1000.0;
+        row.first_output_ms = Some(first);
+        self.say(&format!(
+            "Created sandbox {}: a Linux machine of its own, restored from its template",
+            short(sandbox.id)
+        ))?;
+        Ok(guest)
+    }
+
+    async fn build(&mut self, parent: &Guest) -> Result<Files, Failure> {
+        let progress = Progress::start("building state in the sandbox");
+        let start = Instant::now();
+        parent.build().await?;
+        let held = parent.held().await?;
+        must(held.primes == PRIMES, || format!("the table holds {} primes, not {PRIMES}", held.primes))?;
+        let built = parent.files().await?;
+        self.time("build state", start, None);
+        drop(progress);
+        self.say(&format!(
+            "Built state in it: process {} with a table of {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in a tmpfs",
+            held.pid, held.primes
+        ))?;
+        Ok(built)
+    }
+
+    async fn snapshot(&mut self, parent: &Guest) -> Result<(SnapshotId, Held), Failure> {
+        let progress = Progress::start("taking a snapshot");
+        let before = parent.held().await?;
+        let start = Instant::now();
+        let snapshot = self.context.client.snapshot(parent.id).await?;
+        self.time("snapshot", start, snapshot.timings.as_ref());
+        drop(progress);
+        let after = parent.held_when("the parent goes on", |held| held.counter > before.counter).await?;
+        is_continuation(&before, &after)?;
+        self.say(&format!(
+            "Took snapshot {} while it ran; its counter went on to {}",
+            short(snapshot.id),
+            after.counter
+        ))?;
+        Ok((snapshot.id, before))
+    }
+
+    async fn fork(&mut self, parent: &Guest) -> Result<Vec<Guest>, Failure> {
+        let client = self.context.client.clone();
+        let progress = Progress::start("forking");
+        let before = parent.held().await?;
+        let request = ForkSandbox { count: Some(FORKS as i64), ..Default::default() };
+        let start = Instant::now();
+        let forked = client.fork(parent.id, &request).await?;
+        let total = Instant::now();
+        try_join_all(forked.children.iter().map(|child| first_event(&client, child.id))).await?;
+        let first = start.elapsed().as_secs_f64() * 1000.0;
+        drop(progress);
+        must(forked.children.len() == FORKS, || {
+            format!("{} children instead of {FORKS}", forked.children.len())
+        })?;
+        let mut timings = forked.timings.clone();
+        // The slowest child's, where the fork as a whole does not say.
+        let thaws = forked.children.iter().filter_map(|child| child.timings.as_ref()?.thaw_ms);
+        timings.thaw_ms = timings.thaw_ms.or_else(|| thaws.max_by(f64::total_cmp));
+        let row = self.time("fork of four", start, Some(&timings));
+        row.total_ms = (total - start).as_secs_f64() * 1000.0;
+        row.first_output_ms = Some(first);
+        let forks: Vec<Guest> = forked.children.iter().map(|child| parent.relative(child.id)).collect();
+        for fork in &forks {
+            is_continuation(&before, &fork.held().await?)?;
+        }
+        self.say(&format!(
+            "Forked it {FORKS} ways while it ran: in each the same process, with the same secret, counts on from {} or later",
+            before.counter
+        ))?;
+        Ok(forks)
+    }
+
+    async fn diverge(&mut self, parent: &Guest, forks: &[Guest], built: &Files) -> Result<(), Failure> {
+        let progress = Progress::start("letting the forks part ways");
+        let start = Instant::now();
+        let family: Vec<(String, &Guest)> = std::iter::once(("parent".to_owned(), parent))
+            .chain(forks.iter().enumerate().map(|(at, fork)| (format!("fork{}", at + 1), fork)))
+            .collect();
+        for (label, guest) in &family {
+            guest.label(label).await?;
+        }
+        // All labels are given before the first is looked at: one that leaks is seen.
+        for (label, guest) in &family {
+            let held = guest.held_when("the process knows its label", |held| !held.labels.is_empty()).await?;
+            is_itself(label, &held, &guest.files().await?, built)?;
+        }
+        let mut random = BTreeSet::new();
+        let mut names = BTreeSet::new();
+        for (_, guest) in &family {
+            let (bytes, name) = guest.identity().await?;
+            random.insert(bytes);
+            names.insert(name);
+        }
+        must(random.len() == family.len(), || "two of them drew the same random bytes".into())?;
+        must(names.len() == family.len(), || format!("two of them have the same host name: {names:?}"))?;
+        self.time("diverge and check", start, None);
+        drop(progress);
+        self.say("Gave each a name: RAM, disk and tmpfs of parent and forks hold their own and no other's; random bytes and host names differ")
+    }
+
+    async fn kill_one(&mut self, parent: &Guest, forks: &[Guest]) -> Result<(), Failure> {
+        let Some((victim, others)) = forks.split_first() else { return Ok(()) };
+        let mut before = Vec::new();
+        for guest in others.iter().chain([parent]) {
+            before.push((guest, guest.held().await?.counter));
+        }
+        let start = Instant::now();
+        self.context.client.delete(victim.id).await?;
+        self.time("kill", start, None);
+        for (guest, counter) in before {
+            guest.held_when("it goes on", |held| held.counter > counter).await?;
+        }
+        self.say("Killed one fork: the others and the parent go on")
+    }
+
+    async fn restore(
+        &mut self,
+        snapshot: SnapshotId,
+        before: &Held,
+        parent: &Guest,
+        built: &Files,
+    ) -> Result<(), Failure> {
+        let client = self.context.client.clone();
+        let progress = Progress::start("restoring the snapshot");
+        let start = Instant::now();
+        let sandbox = client.restore(snapshot, self.owned.request()).await?;
+        let total = Instant::now();
+        first_event(&client, sandbox.id).await?;
+        let first = start.elapsed().as_secs_f64() * 1000.0;
+        drop(progress);
+        let row = self.time("restore", start, sandbox.timings.as_ref());
+        row.total_ms = (total - start).as_secs_f64() * 1000.0;
+        row.first_output_ms = Some(first);
+        let restored = parent.relative(sandbox.id);
+        let held = restored.held().await?;
+        is_continuation(before, &held)?;
+        let files = restored.files().await?;
+        must(files.digests == built.digests, || "the built files changed in the snapshot".into())?;
+        must(files.labels == "- -", || {
+            format!("the snapshot holds labels given after it: {}", files.labels)
+        })?;
+        restored.held_when("it goes on", |later| later.counter > held.counter).await?;
+        self.say(&format!(
+            "Restored the snapshot into a new sandbox: the process counts on from {}, and knows nothing of what came after",
+            before.counter
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Files, Held, PRIMES, is_continuation, is_itself};
+
+    fn held(counter: u64, labels: &[&str]) -> Held {
+        let labels = labels.iter().map(ToString::to_string).collect();
+        Held { secret: "s".into(), pid: 7, primes: PRIMES, counter, labels }
+    }
+
+    fn files(labels: &str) -> Files {
+        Files { digests: "d".into(), labels: labels.into() }
+    }
+
+    #[test]
+    fn a_continuation_is_the_same_process_later() {
+        assert!(is_continuation(&held(5, &[]), &held(5, &[])).is_ok());
+        assert!(is_continuation(&held(5, &[]), &held(9, &[])).is_ok());
+        for other in [
+            held(4, &[]),
+            held(5, &["parent"]),
+            Held { secret: "t".into(), ..held(5, &[]) },
+            Held { pid: 8, ..held(5, &[]) },
+            Held { primes: 1, ..held(5, &[]) },
+        ] {
+            assert!(is_continuation(&held(5, &[]), &other).is_err(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_leak_is_seen_wherever_it_is() {
+        let built = files("");
+        assert!(is_itself("fork1", &held(1, &["fork1"]), &files("fork1 fork1"), &built).is_ok());
+        assert!(is_itself("fork1", &held(1, &["fork1", "fork2"]), &files("fork1 fork1"), &built).is_err());
+        assert!(is_itself("fork1", &held(1, &["fork2"]), &files("fork1 fork1"), &built).is_err());
+        assert!(is_itself("fork1", &held(1, &["fork1"]), &files("fork2 fork1"), &built).is_err());
+        assert!(is_itself("fork1", &held(1, &["fork1"]), &files("fork1 -"), &built).is_err());
+        let changed = Files { digests: "x".into(), ..files("fork1 fork1") };
+        assert!(is_itself("fork1", &held(1, &["fork1"]), &changed, &built).is_err());
+    }
+
+    #[test]
+    fn the_table_has_as_many_primes_as_there_are() {
+        let count = (2u32..200_000).filter(|n| (2..).take_while(|d| d * d <= *n).all(|d| n % d != 0)).count();
+        assert_eq!(count, PRIMES as usize);
+    }
+}

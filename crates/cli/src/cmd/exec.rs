@@ -1,0 +1,148 @@
+//! `keiki exec`.
+
+use crate::{
+    context::Context,
+    exit::{Failure, Outcome, io_error},
+    printer::{Output, Target},
+    signals::unless_interrupted,
+    text::{parse_duration, parse_env},
+};
+use base64::Engine as _;
+use futures::StreamExt;
+use keiki_client::{Client, ExecEvent, SandboxId, api::ExecRequest};
+use std::{io::Read, time::Duration};
+
+/// Standard input travels within the request; more than this belongs into a file (`keiki cp`).
+const MAX_STDIN: u64 = 16 << 20;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// How it runs.
+    #[command(flatten)]
+    pub options: Options,
+    /// A shell line, instead of COMMAND
+    #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
+    pub shell: Option<String>,
+    /// Sandbox
+    #[arg(value_name = "SANDBOX")]
+    pub sandbox: String,
+    /// Program and arguments
+    #[arg(
+        value_name = "COMMAND",
+        required_unless_present = "shell",
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub command: Vec<String>,
+}
+
+/// How a command runs; `run` has these too.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Options {
+    /// Add to its environment; without a value: the value it has here
+    #[arg(short, long, value_name = "KEY[=VALUE]", value_parser = parse_env)]
+    pub env: Vec<(String, String)>,
+    /// Kill it and everything it started after this time, e.g. 30s; keiki then exits with 124
+    #[arg(short, long, value_name = "DURATION", value_parser = parse_duration)]
+    pub timeout: Option<Duration>,
+    /// Its working directory [default: the user's home]
+    #[arg(short = 'w', long, value_name = "DIR")]
+    pub cwd: Option<String>,
+    /// Who runs it: a name or uid[:gid] [default: root]
+    #[arg(short, long)]
+    pub user: Option<String>,
+    /// Give it this program's standard input, read to its end first
+    #[arg(short = 'i', long)]
+    pub stdin: bool,
+}
+
+impl Options {
+    /// As the API wants it; reads standard input if told to.
+    pub async fn request(&self, shell: Option<String>, command: Vec<String>) -> Result<ExecRequest, Failure> {
+        let mut request = ExecRequest {
+            argv: shell.is_none().then_some(command),
+            cmd: shell,
+            env: self.env.iter().cloned().collect(),
+            cwd: self.cwd.clone(),
+            user: self.user.clone(),
+            timeout_seconds: self.timeout.map(|timeout| timeout.as_secs_f64()),
+            ..Default::default()
+        };
+        if self.stdin {
+            match String::from_utf8(read_stdin().await?) {
+                Ok(text) => request.stdin = Some(text),
+                Err(bytes) => {
+                    let encoded = base64::engine::general_purpose::STANDARD.encode(bytes.into_bytes());
+                    request.stdin_base64 = Some(encoded);
+                }
+            }
+        }
+        Ok(request)
+    }
+}
+
+async fn read_stdin() -> Result<Vec<u8>, Failure> {
+    let read = || {
+        let mut bytes = Vec::new();
+        std::io::stdin().lock().take(MAX_STDIN + 1).read_to_end(&mut bytes).map(|_| bytes)
+    };
+    let ended = |_| Failure::Wrong("reading standard input ended early".into());
+    let bytes = unless_interrupted(async {
+        tokio::task::spawn_blocking(read).await.map_err(ended)?.map_err(io_error("reading standard input"))
+    })
+    .await?;
+    if bytes.len() as u64 > MAX_STDIN {
+        let limit = MAX_STDIN >> 20;
+        return Err(Failure::Usage(format!(
+            "standard input is over {limit} MiB: copy it with `keiki cp` first"
+        )));
+    }
+    Ok(bytes)
+}
+
+/// Runs the command.
+pub async fn run(context: Context, args: Args) -> Outcome {
+    let id = context.sandbox_id(&args.sandbox).await?;
+    let request = args.options.request(args.shell, args.command).await?;
+    carry_out(&context, id, &request).await
+}
+
+/// Runs a command to its end: streamed, or as one JSON answer. Its exit code is the result.
+pub async fn carry_out(context: &Context, id: SandboxId, request: &ExecRequest) -> Outcome {
+    if context.out.is_json() {
+        let result = unless_interrupted(async { Ok(context.client.exec(id, request).await?) }).await?;
+        context.out.json(&result)?;
+        return Ok(result.exit_code);
+    }
+    streamed(&context.client, id, request).await
+}
+
+/// Dropping the stream, which a signal does, kills the command in the sandbox.
+async fn streamed(client: &Client, id: SandboxId, request: &ExecRequest) -> Outcome {
+    let output = Output::start()?;
+    let carried = unless_interrupted(async {
+        let mut events = client.exec_stream(id, request).await?;
+        while let Some(event) = events.next().await {
+            let (target, chunk) = match event? {
+                ExecEvent::Stdout(chunk) => (Target::Stdout, chunk),
+                ExecEvent::Stderr(chunk) => (Target::Stderr, chunk),
+                ExecEvent::Exit(code) => return Ok(Some(code)),
+            };
+            if !output.write(target, chunk).await {
+                return Ok(None);
+            }
+        }
+        Ok(None)
+    })
+    .await;
+    if let Err(Failure::Signal(_)) = carried {
+        // Whoever should read the rest may stand still; the person has asked to end.
+        return carried.map(|_| 0);
+    }
+    output.finish().await?;
+    match carried? {
+        Some(code) => Ok(code),
+        None => Err(keiki_client::Error::Interrupted.into()),
+    }
+}

@@ -1,0 +1,50 @@
+//! `keiki fork`.
+
+use super::create::took;
+use crate::{
+    context::Context,
+    exit::{ExitCode, Outcome},
+    progress::Progress,
+    signals::unless_interrupted,
+    text::{parse_pair, parse_ttl},
+};
+use keiki_client::api::ForkSandbox;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Sandbox
+    #[arg(value_name = "SANDBOX")]
+    pub sandbox: String,
+    /// How many children, of one and the same instant
+    #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=64))]
+    pub count: i64,
+    /// Idle time until a child is removed [default: the parent's]
+    #[arg(long, value_name = "DURATION", value_parser = parse_ttl)]
+    pub ttl: Option<i64>,
+    /// Label the children [default: the parent's labels]
+    #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse_pair)]
+    pub metadata: Vec<(String, String)>,
+}
+
+/// Runs the command.
+pub async fn run(context: Context, args: Args) -> Outcome {
+    let id = context.sandbox_id(&args.sandbox).await?;
+    let request = ForkSandbox {
+        count: Some(args.count),
+        metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
+        ttl_seconds: args.ttl,
+    };
+    let progress = Progress::start(format!("forking {id}"));
+    let forked = unless_interrupted(async { Ok(context.client.fork(id, &request).await?) }).await?;
+    drop(progress);
+    context.out.show(&forked, || {
+        let ids: Vec<String> = forked.children.iter().map(|child| child.id.to_string()).collect();
+        ids.join("\n")
+    })?;
+    if !context.out.is_json() {
+        let (count, timings) = (forked.children.len(), &forked.timings);
+        context.out.note(&format!("forked {count} in {:.0} ms{}", timings.total_ms, took(timings)));
+    }
+    Ok(ExitCode::Success as i32)
+}

@@ -1,0 +1,82 @@
+//! `keiki node`: the daemon.
+
+use crate::{
+    config::{LogFormat, NodeArgs, Resolved},
+    env,
+    exit::{ExitCode, Failure, Outcome, io_error},
+    printer::Printer,
+    signals::interrupted,
+};
+use keiki_node::Node;
+use std::{io, path::Path};
+use tokio::net::TcpListener;
+use tracing_subscriber::EnvFilter;
+
+/// Arguments.
+pub type Args = NodeArgs;
+
+/// Runs the command. The first line on stdout says where it listens; logs go to stderr.
+pub async fn run(out: Printer, args: Args) -> Outcome {
+    let Resolved { node: config, log_format, port_file } = args.resolve()?;
+    start_log(log_format)?;
+    // Bound before anything is touched: a second node on the same port fails at once.
+    let listener = TcpListener::bind(&config.listen)
+        .await
+        .map_err(io_error(format!("listening on {}", config.listen)))?;
+    let address = listener.local_addr().map_err(io_error("asking for the own address"))?;
+    if config.api_keys.is_empty() && !address.ip().is_loopback() {
+        tracing::warn!(%address, "no API key is configured and the address is not loopback: requests will get 401");
+    }
+    let node = Node::start(config).await.map_err(Failure::Daemon)?;
+    if let Some(path) = &port_file {
+        write_port(path, address.port())?;
+    }
+    out.line(&format!("keiki node listening on http://{address}"))?;
+    let served = serve(node.clone(), listener, shutdown()).await;
+    node.stop().await;
+    if let Some(path) = &port_file {
+        let _ = std::fs::remove_file(path);
+    }
+    served.map_err(io_error("serving"))?;
+    tracing::info!("stopped; running sandboxes go on");
+    Ok(ExitCode::Success as i32)
+}
+
+/// The one call into the HTTP layer.
+async fn serve(
+    node: Node,
+    listener: TcpListener,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<()> {
+    // keiki_node::http::serve(node, listener, shutdown).await
+    let _ = (node, listener, shutdown);
+    Err(io::Error::other("this build has no HTTP layer"))
+}
+
+async fn shutdown() {
+    let signal = interrupted().await;
+    tracing::info!(signal, "stopping");
+}
+
+/// Whole under its name, or not there: whoever waits for it reads a number.
+fn write_port(path: &Path, port: u16) -> Result<(), Failure> {
+    let failed = || io_error(path.display().to_string());
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    std::fs::write(&name, format!("{port}\n")).map_err(failed())?;
+    std::fs::rename(&name, path).map_err(failed())
+}
+
+fn start_log(format: LogFormat) -> Result<(), Failure> {
+    let filter = match std::env::var(env::LOG) {
+        Ok(text) => EnvFilter::try_new(&text)
+            .map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?,
+        Err(_) => EnvFilter::new("info"),
+    };
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    let started = match format {
+        LogFormat::Text => log.try_init(),
+        LogFormat::Json => log.json().try_init(),
+    };
+    started.map_err(|error| Failure::Wrong(format!("the log could not be started: {error}")))
+}

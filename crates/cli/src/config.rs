@@ -1,0 +1,257 @@
+//! Configuration of `keiki node`: what was typed, what the file says, and what comes of it.
+//!
+//! Three types, so that no default can be mistaken for a wish: [`NodeArgs`] is what the user typed, [`File`]
+//! what a TOML file says, and [`Resolved`] what the node is started with. A flag (or its variable) beats the
+//! file, the file beats `default-config.toml`, which is the one place where defaults are written.
+
+use crate::{env, exit::Failure};
+use keiki_client::EngineKind;
+use serde::Deserialize;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+const DEFAULTS: &str = include_str!("../default-config.toml");
+const SYSTEM_FILE: &str = "/etc/keiki/keiki.toml";
+const GUEST: &str = "keiki-guest";
+
+/// What the user typed.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct NodeArgs {
+    /// Configuration file [default: /etc/keiki/keiki.toml, if it is there]
+    #[arg(long, value_name = "FILE", env = env::CONFIG)]
+    pub config: Option<PathBuf>,
+    /// Where everything durable lives [default: /var/lib/keiki]
+    #[arg(long, value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// Where sockets live; keep it short [default: /run/keiki]
+    #[arg(long, value_name = "DIR")]
+    pub run_dir: Option<PathBuf>,
+    /// Address of the API; port 0 picks a free one [default: 127.0.0.1:7777]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<String>,
+    /// File with the keys that may use the API, one a line
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// What runs the machines [default: what works here]
+    #[arg(long, value_enum, env = env::ENGINE)]
+    pub engine: Option<Engine>,
+    /// Network that sandboxes get their outside addresses from [default: 10.200.0.0/16]
+    #[arg(long, value_name = "NETWORK")]
+    pub slot_range: Option<String>,
+    /// The guest agent's binary [default: beside this program or in ../lib/keiki]
+    #[arg(long, value_name = "FILE")]
+    pub guest_binary: Option<PathBuf>,
+    /// How the log is written [default: text]
+    #[arg(long, value_enum)]
+    pub log_format: Option<LogFormat>,
+    /// Write the port into this file once the node listens
+    #[arg(long, value_name = "FILE")]
+    pub port_file: Option<PathBuf>,
+}
+
+/// An engine, as typed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// The own monitor, on KVM
+    Kvm,
+    /// QEMU, software emulation
+    Qemu,
+}
+
+/// How the log is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// Lines for people
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
+/// What a file says. The same keys as the flags.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    data_dir: Option<PathBuf>,
+    run_dir: Option<PathBuf>,
+    listen: Option<String>,
+    api_key_file: Option<PathBuf>,
+    engine: Option<Engine>,
+    slot_range: Option<String>,
+    guest_binary: Option<PathBuf>,
+    log_format: Option<LogFormat>,
+}
+
+/// What the node is started with.
+#[derive(Debug)]
+pub struct Resolved {
+    /// The node's own part.
+    pub node: keiki_node::Config,
+    /// How the log is written.
+    pub log_format: LogFormat,
+    /// Where the port goes.
+    pub port_file: Option<PathBuf>,
+}
+
+impl NodeArgs {
+    /// Reads the files and decides.
+    pub fn resolve(self) -> Result<Resolved, Failure> {
+        let file = read_file(self.config.as_deref())?;
+        let exe = std::env::current_exe()
+            .map_err(|source| Failure::Io { what: "asking where this program is".into(), source })?;
+        self.decide(file, &exe)
+    }
+
+    fn decide(self, file: File, exe: &Path) -> Result<Resolved, Failure> {
+        let defaults = parse(DEFAULTS, "the built-in defaults")?;
+        fn need<T>(name: &str, typed: Option<T>, file: Option<T>, default: Option<T>) -> Result<T, Failure> {
+            let value = typed.or(file).or(default);
+            value.ok_or_else(|| {
+                Failure::Usage(format!("{name} is set nowhere: give --{}", name.replace('_', "-")))
+            })
+        }
+        let api_keys = match self.api_key_file.or(file.api_key_file).or(defaults.api_key_file) {
+            Some(path) => read_keys(&path)?,
+            None => Vec::new(),
+        };
+        let guest_binary = match self.guest_binary.or(file.guest_binary).or(defaults.guest_binary) {
+            Some(path) => path,
+            None => find_guest(exe)?,
+        };
+        let node = keiki_node::Config {
+            data_dir: need("data_dir", self.data_dir, file.data_dir, defaults.data_dir)?,
+            run_dir: need("run_dir", self.run_dir, file.run_dir, defaults.run_dir)?,
+            listen: need("listen", self.listen, file.listen, defaults.listen)?,
+            api_keys,
+            engine: self.engine.or(file.engine).or(defaults.engine).map(|engine| match engine {
+                Engine::Kvm => EngineKind::Kvm,
+                Engine::Qemu => EngineKind::Qemu,
+            }),
+            slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
+            guest_binary,
+        };
+        let log_format = need("log_format", self.log_format, file.log_format, defaults.log_format)?;
+        Ok(Resolved { node, log_format, port_file: self.port_file })
+    }
+}
+
+/// The named file must be there; the system's may be.
+fn read_file(named: Option<&Path>) -> Result<File, Failure> {
+    let path = named.unwrap_or(Path::new(SYSTEM_FILE));
+    match std::fs::read_to_string(path) {
+        Ok(text) => parse(&text, &path.display().to_string()),
+        Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(File::default()),
+        Err(source) => Err(Failure::Io { what: path.display().to_string(), source }),
+    }
+}
+
+fn parse(text: &str, whence: &str) -> Result<File, Failure> {
+    toml::from_str(text).map_err(|error| Failure::Usage(format!("{whence}: {error}")))
+}
+
+/// One key a line; blank lines and lines that start with `#` are nothing.
+fn read_keys(path: &Path) -> Result<Vec<String>, Failure> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| Failure::Io { what: path.display().to_string(), source })?;
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let keys: Vec<String> = lines.map(String::from).collect();
+    if keys.is_empty() {
+        // Whoever names a file wants keys to be asked for.
+        return Err(Failure::Usage(format!("{} holds no key", path.display())));
+    }
+    Ok(keys)
+}
+
+fn find_guest(exe: &Path) -> Result<PathBuf, Failure> {
+    let dir = exe.parent().unwrap_or(Path::new("/"));
+    let places = [dir.join("../lib/keiki").join(GUEST), dir.join(GUEST)];
+    let found = places.iter().find(|path| path.is_file());
+    found.cloned().ok_or_else(|| {
+        let [lib, beside] = places.map(|path| path.display().to_string());
+        Failure::Usage(format!(
+            "the guest agent is neither {lib} nor {beside}: say where with --guest-binary"
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{DEFAULTS, Engine, File, LogFormat, NodeArgs, parse, read_file, read_keys};
+    use keiki_client::EngineKind;
+    use std::{fs, path::PathBuf};
+
+    #[test]
+    fn the_commented_defaults_are_whole_and_true() {
+        let defaults = parse(DEFAULTS, "defaults").unwrap();
+        assert_eq!(defaults.data_dir, Some("/var/lib/keiki".into()));
+        assert_eq!(defaults.listen.as_deref(), Some("127.0.0.1:7777"));
+        assert_eq!(defaults.log_format, Some(LogFormat::Text));
+        // Every key is in the file, set or commented out, and a commented one may be taken as it is.
+        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary log_format";
+        let uncommented: Vec<&str> =
+            DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
+        for key in keys.split(' ') {
+            assert!(uncommented.iter().any(|line| line.starts_with(&format!("{key} ="))), "{key}");
+        }
+        let all = parse(&uncommented.join("\n"), "uncommented").unwrap();
+        assert!(all.engine.is_some() && all.guest_binary.is_some() && all.api_key_file.is_some());
+    }
+
+    fn install(dir: &std::path::Path) -> PathBuf {
+        fs::create_dir_all(dir.join("bin")).unwrap();
+        fs::create_dir_all(dir.join("lib/keiki")).unwrap();
+        fs::write(dir.join("bin/keiki-guest"), "").unwrap();
+        dir.join("bin/keiki")
+    }
+
+    #[test]
+    fn flags_beat_the_file_and_the_file_beats_defaults() {
+        let dir = tempfile::tempdir().unwrap();
+        let exe = install(dir.path());
+        let file = parse("data_dir = '/f'\nlisten = '127.0.0.1:1'\nengine = 'kvm'", "test").unwrap();
+        let args = NodeArgs {
+            listen: Some("127.0.0.1:0".into()),
+            log_format: Some(LogFormat::Json),
+            ..Default::default()
+        };
+        let resolved = args.decide(file, &exe).unwrap();
+        assert_eq!(resolved.node.data_dir, PathBuf::from("/f"));
+        assert_eq!(resolved.node.listen, "127.0.0.1:0");
+        assert_eq!(resolved.node.run_dir, PathBuf::from("/run/keiki"));
+        assert_eq!(resolved.node.engine, Some(EngineKind::Kvm));
+        assert_eq!(resolved.log_format, LogFormat::Json);
+        assert!(resolved.node.api_keys.is_empty());
+        let typed = NodeArgs { engine: Some(Engine::Qemu), ..Default::default() };
+        let file = File { engine: Some(Engine::Kvm), ..Default::default() };
+        assert_eq!(typed.decide(file, &exe).unwrap().node.engine, Some(EngineKind::Qemu));
+    }
+
+    #[test]
+    fn the_guest_is_found_in_lib_first_then_beside() {
+        let dir = tempfile::tempdir().unwrap();
+        let exe = install(dir.path());
+        let found =
+            |exe| NodeArgs::default().decide(File::default(), exe).map(|resolved| resolved.node.guest_binary);
+        assert_eq!(found(&exe).unwrap(), dir.path().join("bin/keiki-guest"));
+        fs::write(dir.path().join("lib/keiki/keiki-guest"), "").unwrap();
+        assert_eq!(found(&exe).unwrap(), dir.path().join("bin/../lib/keiki/keiki-guest"));
+        assert!(found(&dir.path().join("lib/keiki")).unwrap_err().to_string().contains("--guest-binary"));
+    }
+
+    #[test]
+    fn mistakes_are_told() {
+        let error = parse("datadir = '/x'", "my.toml").unwrap_err().to_string();
+        assert!(error.contains("my.toml") && error.contains("datadir"), "{error}");
+        assert!(parse("engine = 'xen'", "t").is_err());
+        let dir = tempfile::tempdir().unwrap();
+        assert!(read_file(Some(&dir.path().join("none.toml"))).is_err());
+        let keys = dir.path().join("keys");
+        fs::write(&keys, "# only a comment\n\n").unwrap();
+        assert!(read_keys(&keys).is_err());
+        fs::write(&keys, "# ours\n a \nb\n").unwrap();
+        assert_eq!(read_keys(&keys).unwrap(), ["a", "b"]);
+    }
+}

@@ -1,0 +1,144 @@
+//! Kernel, privileges, KVM, namespaces, control groups.
+
+use super::{Check, read};
+use std::{fs::OpenOptions, io};
+
+pub(super) fn checks() -> Vec<Check> {
+    vec![root(), kernel(), kvm(), namespaces(), cgroups(), landlock()]
+}
+
+fn root() -> Check {
+    if rustix::process::geteuid().is_root() {
+        Check::ok("root", "runs as root")
+    } else {
+        let remedy =
+            "start `keiki node` (and this check) as root: it makes namespaces, mounts and firewall rules";
+        Check::fail("root", "does not run as root", remedy)
+    }
+}
+
+/// `6.18.5-foo` as (6, 18).
+fn release(text: &str) -> Option<(u32, u32)> {
+    let mut parts = text.split(|c: char| !c.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+fn kernel() -> Check {
+    let name = "kernel";
+    let uname = rustix::system::uname();
+    let text = uname.release().to_string_lossy().into_owned();
+    match release(&text) {
+        Some(version) if version >= (6, 7) => Check::ok(name, format!("Linux {text}, has PAGEMAP_SCAN")),
+        Some(version) if version >= (5, 10) => {
+            let detail =
+                format!("Linux {text}, older than 6.7: no PAGEMAP_SCAN, changed pages are found slower");
+            Check::warn(
+                name,
+                detail,
+                "a newer kernel makes forks and snapshots faster (Debian 12: linux-image-amd64 from backports)",
+            )
+        }
+        Some(_) => Check::fail(
+            name,
+            format!("Linux {text} is too old"),
+            "use Linux 5.10 or newer, best 6.7 or newer",
+        ),
+        None => Check::warn(name, format!("Linux {text}, version not understood"), "use Linux 6.7 or newer"),
+    }
+}
+
+fn kvm() -> Check {
+    let name = "/dev/kvm";
+    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => {
+            let detail = "opens; that it is there does not say that it runs Linux guests at speed: the node measures that";
+            Check::ok(name, detail)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Check::warn(
+            name,
+            "absent: sandboxes run in software emulation, several times slower",
+            "load kvm_intel or kvm_amd, or turn on (nested) virtualisation for this machine",
+        ),
+        Err(error) => {
+            let remedy = "run as root, or as a member of the group kvm";
+            Check::warn(
+                name,
+                format!("there, but does not open ({error}): software emulation is used"),
+                remedy,
+            )
+        }
+    }
+}
+
+fn namespaces() -> Check {
+    let name = "namespaces";
+    let missing: Vec<&str> = ["net", "mnt", "pid"]
+        .into_iter()
+        .filter(|kind| !std::path::Path::new("/proc/self/ns").join(kind).exists())
+        .collect();
+    if !missing.is_empty() {
+        let detail = format!("the kernel lacks {}", missing.join(", "));
+        return Check::fail(
+            name,
+            detail,
+            "use a kernel with CONFIG_NET_NS, CONFIG_PID_NS and mount namespaces",
+        );
+    }
+    match read("/proc/sys/user/max_net_namespaces").and_then(|text| text.parse::<u64>().ok()) {
+        Some(limit) if limit < 64 => {
+            let remedy = "sysctl -w user.max_net_namespaces=16384";
+            Check::fail(name, format!("at most {limit} network namespaces are allowed"), remedy)
+        }
+        Some(limit) => Check::ok(name, format!("network, mount, PID; up to {limit} network namespaces")),
+        None => Check::ok(name, "network, mount, PID"),
+    }
+}
+
+fn cgroups() -> Check {
+    let name = "cgroup v2";
+    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 (the default since Debian 11), or mount cgroup2 at /sys/fs/cgroup";
+    let Some(controllers) = read("/sys/fs/cgroup/cgroup.controllers") else {
+        return Check::warn(
+            name,
+            "not mounted at /sys/fs/cgroup: sandboxes get no limits of their own",
+            remedy,
+        );
+    };
+    let has = |wanted: &str| controllers.split_whitespace().any(|controller| controller == wanted);
+    let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
+    if missing.is_empty() {
+        Check::ok(name, "cpu, memory, pids")
+    } else {
+        Check::warn(name, format!("without {}", missing.join(", ")), remedy)
+    }
+}
+
+fn landlock() -> Check {
+    let name = "landlock";
+    match read("/sys/kernel/security/lsm") {
+        Some(modules) if modules.split(',').any(|module| module == "landlock") => Check::ok(name, "on"),
+        Some(_) => Check::warn(
+            name,
+            "off: monitors are confined without it",
+            "add landlock to the lsm= kernel parameter",
+        ),
+        None => Check::warn(
+            name,
+            "cannot be told: securityfs is not mounted",
+            "mount -t securityfs securityfs /sys/kernel/security",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::release;
+
+    #[test]
+    fn releases() {
+        assert_eq!(release("6.18.5-cloud"), Some((6, 18)));
+        assert_eq!(release("5.10.0"), Some((5, 10)));
+        assert_eq!(release("6.1+deb"), Some((6, 1)));
+        assert_eq!(release("x"), None);
+    }
+}

@@ -1,0 +1,66 @@
+//! RAM and how the kernel promises it.
+
+use super::{Check, read};
+use crate::text::bytes;
+
+const MIB: u64 = 1 << 20;
+
+pub(super) fn checks() -> Vec<Check> {
+    vec![overcommit(read("/proc/sys/vm/overcommit_memory").as_deref()), ram()]
+}
+
+fn overcommit(mode: Option<&str>) -> Check {
+    let name = "overcommit";
+    match mode {
+        Some("2") => Check::fail(
+            name,
+            "vm.overcommit_memory=2: the kernel reserves the whole RAM of every fork, and forks fail",
+            "sysctl -w vm.overcommit_memory=0 (and in /etc/sysctl.d to keep it)",
+        ),
+        Some(mode) => Check::ok(name, format!("vm.overcommit_memory={mode}")),
+        None => Check::warn(name, "vm.overcommit_memory cannot be read", "mount /proc"),
+    }
+}
+
+/// One value of /proc/meminfo, in bytes.
+pub fn meminfo(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn ram() -> Check {
+    let (name, remedy) = ("memory", "end other programs, or use a machine with more RAM");
+    let text = read("/proc/meminfo").unwrap_or_default();
+    let (Some(total), Some(free)) = (meminfo(&text, "MemTotal"), meminfo(&text, "MemAvailable")) else {
+        return Check::warn(name, "/proc/meminfo cannot be read", "mount /proc");
+    };
+    let detail = format!("{} available of {}", bytes(free), bytes(total));
+    match free {
+        _ if free < 512 * MIB => Check::fail(name, format!("{detail}; a sandbox needs some 512 MiB"), remedy),
+        _ if free < 2048 * MIB => Check::warn(name, detail, remedy),
+        _ => Check::ok(name, detail),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{meminfo, overcommit};
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn strict_overcommit_is_a_problem() {
+        assert_eq!(overcommit(Some("2")).ok, Verdict::Fail);
+        assert_eq!(overcommit(Some("0")).ok, Verdict::Ok);
+        assert_eq!(overcommit(Some("1")).ok, Verdict::Ok);
+        assert_eq!(overcommit(None).ok, Verdict::Warn);
+    }
+
+    #[test]
+    fn meminfo_is_read() {
+        let text = "MemTotal:       16 kB\nMemAvailable:    8 kB\nHugePages_Total:   0\n";
+        assert_eq!(meminfo(text, "MemTotal"), Some(16 * 1024));
+        assert_eq!(meminfo(text, "MemAvailable"), Some(8 * 1024));
+        assert_eq!(meminfo(text, "Mem"), None);
+    }
+}

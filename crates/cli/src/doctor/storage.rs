@@ -1,0 +1,70 @@
+//! The data directory: reflinks and room.
+
+use super::{Check, programs::find};
+use crate::text::bytes;
+use std::{io::Write, path::Path};
+
+const GIB: u64 = 1 << 30;
+
+pub(super) fn checks(data_dir: &Path) -> Vec<Check> {
+    // The directory may not be there yet; its nearest ancestor is on the same filesystem.
+    let there = data_dir.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"));
+    vec![reflinks(there), room(there)]
+}
+
+/// Clones one temporary file to another: the only sure way to know.
+fn can_clone(dir: &Path) -> std::io::Result<bool> {
+    let mut from = tempfile::tempfile_in(dir)?;
+    from.write_all(&[1; 4096])?;
+    from.sync_all()?;
+    let to = tempfile::tempfile_in(dir)?;
+    Ok(rustix::fs::ioctl_ficlone(&to, &from).is_ok())
+}
+
+fn reflinks(dir: &Path) -> Check {
+    let name = "reflinks";
+    match can_clone(dir) {
+        Ok(true) => Check::ok(name, format!("{} has them", dir.display())),
+        Ok(false) if find("mkfs.xfs").is_some() && find("losetup").is_some() => {
+            Check::ok(name, format!("{} has none: the node makes an XFS image there", dir.display()))
+        }
+        Ok(false) => Check::fail(
+            name,
+            format!("{} has none, and the node cannot make an XFS image", dir.display()),
+            "apt-get install --no-install-recommends xfsprogs mount, or put the data directory on XFS or btrfs",
+        ),
+        Err(error) => {
+            let detail = format!("{} could not be tried: {error}", dir.display());
+            Check::warn(name, detail, "run as root, or name another --data-dir")
+        }
+    }
+}
+
+fn room(dir: &Path) -> Check {
+    let (name, remedy) = ("disk space", "make room, or name another --data-dir");
+    let Ok(stat) = rustix::fs::statvfs(dir) else {
+        return Check::warn(name, format!("{} does not tell", dir.display()), remedy);
+    };
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    let detail = format!("{} free at {}", bytes(free), dir.display());
+    match free {
+        _ if free < 4 * GIB => Check::fail(name, format!("{detail}; a first template needs 4 GiB"), remedy),
+        _ if free < 10 * GIB => Check::warn(name, detail, "10 GiB or more leave room for snapshots"),
+        _ => Check::ok(name, detail),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::checks;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn a_directory_that_is_not_there_yet_is_judged_by_its_parent() {
+        let dir = tempfile::tempdir().unwrap();
+        let checks = checks(&dir.path().join("not/yet"));
+        assert_eq!(checks.len(), 2);
+        assert!(checks[1].detail.contains(&dir.path().display().to_string()), "{}", checks[1].detail);
+        assert!(checks[0].ok != Verdict::Warn, "{:?}", checks[0]);
+    }
+}

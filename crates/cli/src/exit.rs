@@ -1,0 +1,136 @@
+//! How `keiki` ends: exit codes and the failures behind them.
+
+use keiki_client::Error;
+use std::{error::Error as _, io};
+
+/// Result of a command: the exit code, or why there is none.
+pub type Outcome = Result<i32, Failure>;
+
+/// The exit codes that are `keiki`'s own. `exec`, `run` and `shell` pass the remote code through; 124 and 125
+/// mean there what they mean to `timeout` and `docker run`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExitCode {
+    /// Done.
+    Success = 0,
+    /// `doctor` found a problem.
+    Problems = 1,
+    /// The time given with `--timeout` was up, or the guest did not answer in time.
+    Timeout = 124,
+    /// `keiki` itself failed: wrong arguments, no node, a refusal, a broken connection.
+    Failed = 125,
+}
+
+/// For the help text.
+pub const TABLE: &str = "\
+Exit codes:
+  0        done
+  1        `doctor` found a problem
+  124      the time given with --timeout was up, or the guest did not answer in time
+  125      keiki itself failed: wrong arguments, no node, a refusal, a broken connection
+  128+n    keiki was ended by signal n (130: Ctrl-C)
+  others   `exec`, `run`, `shell`: the exit code of the remote command, as a shell reports it
+           (126 not executable, 127 not found, 128+n ended by signal n)";
+
+/// Why a command did not do what it was asked to.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// What was typed makes no sense.
+    #[error("{0}")]
+    Usage(String),
+    /// The node refused, failed, or is not there.
+    #[error(transparent)]
+    Node(#[from] Error),
+    /// The local machine refused.
+    #[error("{what}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
+    /// Nobody reads the output any more.
+    #[error("the output cannot be written")]
+    Output(#[source] io::Error),
+    /// What was found is not what must be.
+    #[error("{0}")]
+    Wrong(String),
+    /// The daemon could not start.
+    #[error("the node cannot start")]
+    Daemon(#[source] keiki_node::Error),
+    /// Ended by a signal.
+    #[error("interrupted")]
+    Signal(i32),
+}
+
+impl Failure {
+    /// What the process ends with.
+    pub fn code(&self) -> i32 {
+        match self {
+            Self::Node(error) if error.is_timeout() => ExitCode::Timeout as i32,
+            Self::Signal(signal) => 128 + signal,
+            // As a shell reports a writer that SIGPIPE ended.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 128 + 13,
+            _ => ExitCode::Failed as i32,
+        }
+    }
+
+    /// Is there nobody to tell?
+    pub fn is_silent(&self) -> bool {
+        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+
+    /// The whole chain on one line.
+    pub fn sentence(&self) -> String {
+        let mut text = self.to_string();
+        // `Node` is transparent: its own source is next.
+        let mut source = self.source();
+        while let Some(error) = source {
+            text.push_str(": ");
+            text.push_str(&error.to_string());
+            source = error.source();
+        }
+        text
+    }
+}
+
+/// Names what was tried when an I/O call failed.
+pub fn io_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> Failure {
+    let what = what.into();
+    move |source| Failure::Io { what, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ExitCode, Failure, TABLE};
+    use keiki_client::Error;
+    use std::io;
+
+    #[test]
+    fn codes_are_as_documented() {
+        let api = |status| {
+            Failure::Node(Error::Api { status, message: "m".into(), console: None, retry_after: None })
+        };
+        assert_eq!(api(504).code(), 124);
+        assert_eq!(api(404).code(), 125);
+        assert_eq!(Failure::Signal(2).code(), 130);
+        assert_eq!(Failure::Output(io::ErrorKind::BrokenPipe.into()).code(), 141);
+        for code in [ExitCode::Success, ExitCode::Problems, ExitCode::Timeout, ExitCode::Failed] {
+            assert!(TABLE.contains(&format!("\n  {} ", code as i32)), "{code:?}");
+        }
+        let docs = include_str!("../../../docs/CLI.md");
+        for line in TABLE.lines().skip(1).filter(|line| line.starts_with("  ") && !line.starts_with("   ")) {
+            let code = line.split_whitespace().next().unwrap();
+            assert!(docs.contains(&format!("| {code} |")), "docs/CLI.md misses exit code {code}");
+        }
+    }
+
+    #[test]
+    fn the_sentence_holds_the_whole_chain_once() {
+        let failure = Failure::Io { what: "reading x".into(), source: io::Error::other("disk gone") };
+        assert_eq!(failure.sentence(), "reading x: disk gone");
+        let api =
+            Error::Api { status: 404, message: "no such sandbox".into(), console: None, retry_after: None };
+        assert_eq!(Failure::Node(api).sentence(), "no such sandbox");
+    }
+}

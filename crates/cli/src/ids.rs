@@ -1,0 +1,86 @@
+//! Short ids.
+//!
+//! Ids are UUIDs that start with the time they were made: sandboxes of one fork share their first dozen digits
+//! and differ at the end. So people are shown the last group of an id, and may type the whole id, a unique
+//! beginning, or a unique end of it.
+
+use crate::exit::Failure;
+use std::fmt::Display;
+
+/// Shorter texts name nothing: too easily the wrong one.
+const MIN: usize = 4;
+
+/// What people are shown of an id: its last group.
+pub fn short(id: impl Display) -> String {
+    let text = id.to_string();
+    text.rsplit('-').next().unwrap_or(&text).to_owned()
+}
+
+/// Does `text` look like an id or a part of one?
+pub fn looks_like_id(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-')
+}
+
+/// The one of `ids` that `text` means. `what`: whose ids, for the error.
+pub fn pick<T: Copy + Display>(what: &str, text: &str, ids: &[T]) -> Result<T, Failure> {
+    let wanted = text.to_ascii_lowercase();
+    if !looks_like_id(&wanted) {
+        return Err(Failure::Usage(format!("{text:?} is no {what} id")));
+    }
+    let named = |id: &T| {
+        let id = id.to_string();
+        id == wanted || (wanted.len() >= MIN && (id.starts_with(&wanted) || id.ends_with(&wanted)))
+    };
+    let hits: Vec<T> = ids.iter().copied().filter(named).collect();
+    match hits.as_slice() {
+        [id] => Ok(*id),
+        [] if wanted.len() < MIN => Err(Failure::Usage(format!(
+            "{text:?} is too short for a {what} id: give at least {MIN} characters"
+        ))),
+        [] => Err(Failure::Usage(format!("there is no {what} {text}"))),
+        many => {
+            Err(Failure::Usage(format!("{text} names {} of the {what} ids: give more of it", many.len())))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{looks_like_id, pick, short};
+
+    const IDS: [&str; 3] = [
+        "0198f2a4-7c1e-7000-8000-aaaaaaaa0001",
+        "0198f2a4-7c1e-7000-8000-aaaaaaaa0002",
+        "0198f2b5-0000-7abc-9000-bbbbbbbb0001",
+    ];
+
+    #[test]
+    fn beginnings_and_ends_name_one_or_none() {
+        let ok = |text: &str| pick("sandbox", text, &IDS).ok();
+        assert_eq!(ok(IDS[0]), Some(IDS[0]));
+        assert_eq!(ok("0198f2b"), Some(IDS[2]));
+        assert_eq!(ok("0198F2B"), Some(IDS[2]));
+        assert_eq!(ok("aaaa0002"), Some(IDS[1]));
+        assert_eq!(ok("8000-aaaaaaaa0002"), Some(IDS[1]));
+        for none in ["0198", "0001", "bbb", "ffff", "", "x", "../..", "é"] {
+            assert_eq!(ok(none), None, "{none:?}");
+        }
+    }
+
+    #[test]
+    fn the_reason_is_said() {
+        let why = |text: &str| pick("sandbox", text, &IDS).unwrap_err().to_string();
+        assert_eq!(why("0198f2a4"), "0198f2a4 names 2 of the sandbox ids: give more of it");
+        assert!(why("0").contains("too short"));
+        assert!(why("dead").contains("there is no sandbox dead"));
+    }
+
+    #[test]
+    fn what_is_shown_can_be_typed() {
+        for id in IDS {
+            assert_eq!(pick("sandbox", &short(id), &IDS).unwrap(), id);
+        }
+        assert!(looks_like_id("00ff-"));
+        assert!(!looks_like_id("C:\\x"));
+    }
+}

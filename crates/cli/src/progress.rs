@@ -1,0 +1,81 @@
+//! Says what takes so long: a spinner for people, plain lines elsewhere, always on stderr, and only once
+//! something has taken longer than a second.
+
+use crate::printer::stderr_is_terminal;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::{
+    io::Write,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+use tokio::task::JoinHandle;
+
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Something that goes on. Dropping it ends the display.
+pub struct Progress {
+    bar: ProgressBar,
+    waiting: JoinHandle<()>,
+    message: Arc<Mutex<String>>,
+    terminal: bool,
+}
+
+impl Progress {
+    /// Begins. Must be called within the runtime.
+    pub fn start(message: impl Into<String>) -> Self {
+        let message = Arc::new(Mutex::new(message.into()));
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+            bar.set_style(style);
+        }
+        let terminal = stderr_is_terminal();
+        let waiting = tokio::spawn(show_later(bar.clone(), Arc::clone(&message), terminal));
+        Self { bar, waiting, message, terminal }
+    }
+
+    /// Says what is being done now.
+    pub fn say(&self, text: impl Into<String>) {
+        let text = text.into();
+        self.bar.set_message(text.clone());
+        if let Ok(mut message) = self.message.lock() {
+            *message = text;
+        }
+    }
+
+    /// A step that is worth a line of its own where there is no spinner.
+    pub fn step(&self, text: impl Into<String>) {
+        let text = text.into();
+        if !self.terminal {
+            let _ = writeln!(std::io::stderr().lock(), "{text}");
+            // Said: no need to say it again after a second.
+            self.waiting.abort();
+        }
+        self.say(text);
+    }
+
+    /// Prints a line above the spinner.
+    pub fn note(&self, text: &str) {
+        self.bar.suspend(|| {
+            let _ = writeln!(std::io::stderr().lock(), "{text}");
+        });
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.waiting.abort();
+        self.bar.finish_and_clear();
+    }
+}
+
+async fn show_later(bar: ProgressBar, message: Arc<Mutex<String>>, terminal: bool) {
+    tokio::time::sleep(PATIENCE).await;
+    let text = message.lock().map(|text| text.clone()).unwrap_or_default();
+    if terminal {
+        bar.set_message(text);
+        bar.set_draw_target(ProgressDrawTarget::stderr());
+        bar.enable_steady_tick(Duration::from_millis(100));
+    } else {
+        let _ = writeln!(std::io::stderr().lock(), "{text} ...");
+    }
+}

@@ -1,0 +1,26 @@
+//! Signals that end `keiki`.
+
+use crate::exit::Failure;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Resolves with the number of the first of SIGINT, SIGTERM and SIGHUP. From the first call on they no longer
+/// end the process by themselves.
+pub async fn interrupted() -> i32 {
+    let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+    let waits = kinds.into_iter().filter_map(|kind| {
+        let mut stream = signal(kind).ok()?;
+        Some(Box::pin(async move {
+            stream.recv().await;
+            kind.as_raw_value()
+        }))
+    });
+    futures::future::select_all(waits.collect::<Vec<_>>()).await.0
+}
+
+/// Runs `work` until it is done or a signal comes; then `work` is dropped.
+pub async fn unless_interrupted<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    tokio::select! {
+        done = work => done,
+        signal = interrupted() => Err(Failure::Signal(signal)),
+    }
+}
