@@ -47,8 +47,8 @@ pub struct Live {
     pub guest: GuestLink,
     /// Its network; taken out once, when the machine has ended.
     pub slot: Mutex<Option<Slot>>,
-    /// Its room on this host.
-    pub ticket: Ticket,
+    /// Its room on this host, given back with it.
+    pub _ticket: Ticket,
 }
 
 /// A use under way: as long as it exists the sandbox is not idle.

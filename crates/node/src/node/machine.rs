@@ -30,11 +30,6 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The slot's number, for the record.
-    pub fn slot_index(&self) -> u16 {
-        self.slot.index()
-    }
-
     /// Its monitor still waits.
     pub fn is_alive(&self) -> bool {
         self.seat.is_alive()
@@ -112,7 +107,7 @@ impl Inner {
         }
         clock.lap("thaw");
         match self.release(id, machine.as_ref(), who, clock).await {
-            Ok(guest) => Ok(Live { machine, guest, slot: Mutex::new(Some(slot)), ticket }),
+            Ok(guest) => Ok(Live { machine, guest, slot: Mutex::new(Some(slot)), _ticket: ticket }),
             Err(error) => {
                 let error = with_console(error, machine.as_ref()).await;
                 self.end_machine(id, machine.as_ref(), Some(slot)).await;

@@ -172,7 +172,7 @@ impl Inner {
         match self.take_up(record, machine.as_ref()).await {
             Ok(guest) => {
                 let ticket = self.admission.count(record.shape);
-                Ok(Some(Live { machine, guest, slot: Mutex::new(slot), ticket }))
+                Ok(Some(Live { machine, guest, slot: Mutex::new(slot), _ticket: ticket }))
             }
             Err(error) => {
                 self.end_machine(record.id, machine.as_ref(), slot).await;
