@@ -36,6 +36,7 @@ impl Cache {
         let file = File::options()
             .create(true)
             .truncate(false)
+            .read(true)
             .write(true)
             .open(&path)
             .map_err(io_error("opening", &path))?;

@@ -112,8 +112,8 @@ impl Builder {
     /// # Errors
     /// As [`Builder::kernel`].
     pub fn rootfs(&self, spec: &RootfsSpec) -> Result<Rootfs> {
-        let _lock = self.cache.lock(&self.progress)?;
-        rootfs::build(self, spec)
+        let lock = self.cache.lock(&self.progress)?;
+        rootfs::build(self, spec, &lock)
     }
 
     /// All of a template. The parts belong to the cache: clone or link them before the cache is cleared.

@@ -71,7 +71,7 @@ struct Record {
     digest: String,
 }
 
-pub(crate) fn build(builder: &Builder, spec: &RootfsSpec) -> Result<Rootfs> {
+pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result<Rootfs> {
     spec.check()?;
     let recipe = serde_json::to_string(spec)
         .map_err(|e| Error::BadSpec { name: spec.name.clone(), reason: e.to_string() })?;
@@ -85,7 +85,7 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec) -> Result<Rootfs> {
         return Err(Error::NotRoot);
     }
     let tree = builder.cache.scratch("tree")?;
-    bootstrap(builder, spec, &tree)?;
+    bootstrap(builder, spec, &tree, lock)?;
     finish_tree(&tree).map_err(io_error("arranging", &tree))?;
     let packages = installed(&tree)?;
     let digest = cache::key(&[&recipe, &packages.join("\n")]);
@@ -109,7 +109,7 @@ fn open(part: &Path) -> Result<Rootfs> {
     Ok(Rootfs { raw, packages: record.packages, digest: record.digest, used_bytes })
 }
 
-fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path) -> Result<()> {
+fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> Result<()> {
     let started = Instant::now();
     let debs = builder.cache.dir("debs")?;
     let say = |step: usize, what: &str| {
@@ -136,12 +136,15 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path) -> Result<()> {
     say(1, "reading the package lists");
     // Without SOURCE_DATE_EPOCH on purpose: Python's compiled files would then check their source by hash at each import.
     let tool = Tool::new("mmdebstrap", format!("making the root disk of `{}`", spec.name));
-    tool.args(&args).env("TMPDIR", builder.cache.dir("tmp")?).env("KEIKI_DEBS", debs).lines(|line| {
-        let line = line.trim_start_matches("I: ");
-        if let Some(step) = STEPS.iter().position(|step| line.starts_with(step)).filter(|&step| step > 0) {
-            say(step + 1, line.trim_end_matches('.'));
-        }
-    })
+    tool.holding(lock)?.args(&args).env("TMPDIR", builder.cache.dir("tmp")?).env("KEIKI_DEBS", debs).lines(
+        |line| {
+            let line = line.trim_start_matches("I: ");
+            if let Some(step) = STEPS.iter().position(|step| line.starts_with(step)).filter(|&step| step > 0)
+            {
+                say(step + 1, line.trim_end_matches('.'));
+            }
+        },
+    )
 }
 
 /// What the guest's own apt reads as well: the mirror of this host, with its security updates if it has them.

@@ -4,6 +4,7 @@ use crate::error::{Error, Result, io_error};
 use std::{
     collections::VecDeque,
     ffi::OsStr,
+    fs::File,
     io::{self, BufRead, BufReader, Read},
     path::Path,
     process::{Command, Output, Stdio},
@@ -70,6 +71,13 @@ impl Tool {
     pub(crate) fn env(mut self, key: &str, value: impl AsRef<OsStr>) -> Self {
         self.command.env(key, value);
         self
+    }
+
+    /// Holds the cache's lock as long as the program lives, also when it outlives us: it is the program's standard
+    /// input, which no other process of ours inherits.
+    pub(crate) fn holding(mut self, lock: &File) -> Result<Self> {
+        self.command.stdin(lock.try_clone().map_err(io_error("sharing", "lock"))?);
+        Ok(self)
     }
 
     pub(crate) fn dir(mut self, dir: &Path) -> Self {
