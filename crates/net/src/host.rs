@@ -135,7 +135,10 @@ pub(crate) async fn collision(
     let links = net.links().await?;
     let name_of =
         |index| links.iter().find(|(other, ..)| Some(*other) == index).map(|(_, name, _)| name.as_str());
-    for route in net.routes().await? {
+    let mut routes = net.routes().await?;
+    // A claim says more than the routes of the slots in it.
+    routes.sort_by_key(|route| route.claim.is_none());
+    for route in routes {
         let link = name_of(route.link).unwrap_or("no link");
         let ours = route.claim.as_ref() == Some(tag) || link.starts_with(&tag.link_prefix());
         if ours || route.to.prefix() == 0 || !route.to.overlaps(range) {

@@ -89,6 +89,8 @@ impl Plan {
         for key in ["ipv6/conf/all/disable_ipv6", "ipv6/conf/default/disable_ipv6"] {
             sysctl(key, "1", Missing::Fine)?;
         }
+        // Refusals are ICMP errors to the guest; the rules limit them, not the one a second of the default.
+        sysctl("ipv4/icmp_ratelimit", "0", Missing::Error)?;
         if slot.link(TAP).await?.is_none() {
             tap::open(TAP).and_then(|tap| tap::persist(&tap)).map_err(Error::io("make the tap"))?;
         }

@@ -12,6 +12,7 @@ use keiki_net::{EgressPolicy, Error, Slots, check};
 use keiki_protocol::net::{GATEWAY, GUEST, GUEST_MAC};
 use std::{
     net::{Ipv4Addr, SocketAddr},
+    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
@@ -62,10 +63,9 @@ async fn the_internet_is_reached_and_nothing_else() -> Result<()> {
         Sender { address: GATEWAY, ..myself() },
         Sender { mac: [2, 0, 0, 0, 0, 9], ..myself() },
     ] {
-        let before = received(slot.netns_path().with_file_name("kt-outside").as_path(), "out0")?;
+        let before = world.heard.load(Ordering::SeqCst);
         assert_eq!(guest.udp_as(&from, ECHO, b"spoofed", NEVER)?, Reply::Nothing);
-        let after = received(slot.netns_path().with_file_name("kt-outside").as_path(), "out0")?;
-        assert_eq!(before, after, "a spoofed packet left: {}", from.address);
+        assert_eq!(world.heard.load(Ordering::SeqCst), before, "a spoofed packet left: {}", from.address);
     }
     assert_eq!(heard(guest.udp(ECHO, b"still", SOON)?)?, format!("{HOST} 5"));
     slots.stop(&[]).await;
@@ -180,6 +180,8 @@ async fn a_restart_keeps_slots_in_use_and_removes_the_rest() -> Result<()> {
     let (kept, lost) = (slots.take().await?, slots.take().await?);
     ahead(&slots, 2).await?;
     let (kept_index, lost_path) = (kept.index(), lost.netns_path());
+    let namespace = format!("ip -n keiki-{}-{}", world.tag, lost.index());
+    run(&format!("{namespace} tuntap add mark mode tap"))?;
     let mut guest = Guest::boot(&kept)?;
     assert!(matches!(Slots::start(config.clone(), &[]).await, Err(Error::Locked)));
     // As after a crash: nothing is given back.
@@ -187,7 +189,9 @@ async fn a_restart_keeps_slots_in_use_and_removes_the_rest() -> Result<()> {
     // A half-built one: a name without a namespace.
     std::fs::write(format!("/run/netns/keiki-{}-99", world.tag), "")?;
     let slots = locked_start(&config, &[kept_index]).await?;
-    assert!(!lost_path.exists());
+    // Its name may have a new namespace already.
+    ahead(&slots, 2).await?;
+    assert!(!lost_path.exists() || run(&format!("{namespace} link show mark")).is_err());
     // The guest never noticed.
     assert_eq!(heard(guest.udp(ECHO, b"between", SOON)?)?, format!("{HOST} 7"));
     run(&format!("ip link del kk-{}-{kept_index}", world.tag))?;
