@@ -8,7 +8,7 @@ use common::{
     Guest, HOST, LINK_LOCAL, NEVER, PORT, PRIVATE, Reply, SERVER, SOON, Sender, World, ahead, mac, myself,
     received, root, run, start,
 };
-use keiki_net::{EgressPolicy, Error, Slots, check};
+use keiki_net::{EgressPolicy, Error, Slots, SlotsConfig, check};
 use keiki_protocol::net::{GATEWAY, GUEST, GUEST_MAC};
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -214,7 +214,7 @@ async fn a_restart_keeps_slots_in_use_and_removes_the_rest() -> Result<()> {
 }
 
 /// The lock of the earlier run goes when its last build ends.
-async fn locked_start(config: &keiki_net::SlotsConfig, in_use: &[u16]) -> Result<Slots> {
+async fn locked_start(config: &SlotsConfig, in_use: &[u16]) -> Result<Slots> {
     let start = Instant::now();
     loop {
         match Slots::start(config.clone(), in_use).await {
@@ -232,7 +232,8 @@ async fn fifty_users_leave_nothing() -> Result<()> {
         return Ok(());
     }
     let world = World::new("a0e6")?;
-    let slots = start(world.config("10.216.0.0/24")?).await?;
+    let config = world.config("10.216.0.0/24")?;
+    let slots = start(config.clone()).await?;
     ahead(&slots, 2).await?;
     let before = world.traces()?.len();
     let (mut taking, mut giving, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
@@ -265,6 +266,22 @@ async fn fifty_users_leave_nothing() -> Result<()> {
     outsides.sort();
     outsides.dedup();
     ensure!(outsides.len() == 8, "two slots share an address");
+    slots.stop(&[]).await;
+    assert_eq!(world.traces()?, Vec::<String>::new());
+
+    let slots = start(SlotsConfig { ahead: 0, ..config }).await?;
+    let mut building = Vec::new();
+    for _ in 0..10 {
+        let clock = Instant::now();
+        slots.take().await?;
+        building.push(clock.elapsed());
+    }
+    building.sort();
+    println!("build: p50 {:?} max {:?}", building[5], building[9]);
+    // A caller that goes away: what was built for it is there for the next.
+    let abandoned = tokio::time::timeout(Duration::from_millis(1), slots.take()).await;
+    assert!(abandoned.is_err());
+    ahead(&slots, 1).await?;
     slots.stop(&[]).await;
     assert_eq!(world.traces()?, Vec::<String>::new());
     Ok(())
