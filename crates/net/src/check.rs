@@ -23,7 +23,8 @@ pub struct Check {
     pub remedy: Option<String>,
 }
 
-/// Looks at everything that slots in `range` need, as node `tag` if it is known. Changes nothing. Blocks.
+/// Looks at everything that slots in `range` need, as node `tag` if it is known. What it makes to try, it
+/// removes. Blocks.
 #[must_use]
 pub fn check(range: Cidr, tag: Option<&NodeTag>) -> Vec<Check> {
     vec![nftables(), namespaces(), taps(), forwarding(), forward_policy(), collision(range, tag)]

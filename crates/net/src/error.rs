@@ -57,6 +57,9 @@ pub enum Error {
     /// An adopted slot's namespace does not exist any more.
     #[error("the network namespace of slot {0} is gone")]
     Gone(u16),
+    /// The pool was stopped.
+    #[error("the slots were stopped")]
+    Stopped,
     /// The slot is someone's already, or outside the range.
     #[error("slot {0} is taken or outside the range")]
     Taken(u16),

@@ -52,18 +52,29 @@ pub(crate) async fn prepare(
     if let Some(with) = collision(net, plan.range, &plan.tag, resolvers).await? {
         return Err(Error::Collision { range: plan.range.cidr(), with });
     }
+    let opened = open(plan, net).await;
+    if opened.is_err()
+        && in_use.is_empty()
+        && let Err(error) = clear(plan, net).await
+    {
+        tracing::warn!(error = &error as &dyn std::error::Error, "the host's side was left half made");
+    }
+    opened
+}
+
+async fn open(plan: &Plan, net: &Net) -> Result<()> {
     net.claim(plan.range.cidr(), &plan.tag).await?;
     apply(plan, rules::host(&plan.tag, plan.range, &plan.egress)).await?;
-    if let Some(exit) = net.exit().await? {
-        slot::forward(&exit.link)?;
+    match net.exit().await? {
+        Some(exit) => slot::forward(&exit.link),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Removes everything of a node from the host: its rules and its claim. Its slots are gone already.
 pub(crate) async fn clear(plan: &Plan, net: &Net) -> Result<()> {
-    apply(plan, rules::no_host(&plan.tag)).await?;
-    net.unclaim(plan.range.cidr(), &plan.tag).await
+    let claimed = net.unclaim(plan.range.cidr(), &plan.tag).await;
+    apply(plan, rules::no_host(&plan.tag)).await.and(claimed)
 }
 
 /// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will not start
@@ -135,7 +146,10 @@ pub(crate) async fn collision(
     let links = net.links().await?;
     let name_of =
         |index| links.iter().find(|(other, ..)| Some(*other) == index).map(|(_, name, _)| name.as_str());
-    for route in net.routes().await? {
+    let mut routes = net.routes().await?;
+    // A claim says more than the routes of the slots in it.
+    routes.sort_by_key(|route| route.claim.is_none());
+    for route in routes {
         let link = name_of(route.link).unwrap_or("no link");
         let ours = route.claim.as_ref() == Some(tag) || link.starts_with(&tag.link_prefix());
         if ours || route.to.prefix() == 0 || !route.to.overlaps(range) {

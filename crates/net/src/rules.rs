@@ -36,6 +36,8 @@ pub(crate) const UPLINK: &str = "up0";
 const MAX_FLOWS: u32 = 2048;
 /// New flows per second.
 const FLOW_RATE: u32 = 1000;
+/// Refusals answered per second; beyond, packets are dropped without a word.
+const REFUSAL_RATE: u32 = 100;
 
 /// Networks that are never the internet: this host, private, carrier-shared, link-local (cloud metadata
 /// included), benchmarking, multicast, reserved, broadcast.
@@ -94,10 +96,14 @@ pub(crate) fn slot(policy: &EgressPolicy) -> String {
     iifname "{TAP}" oifname "{UPLINK}" jump egress
   }}
   chain egress {{
-    ip daddr @denied reject with icmp type admin-prohibited
+    ip daddr @denied goto refuse
     ip daddr @allowed goto admit
-    ip daddr @blocked reject with icmp type admin-prohibited
+    ip daddr @blocked goto refuse
     goto admit
+  }}
+  chain refuse {{
+    limit rate {REFUSAL_RATE}/second burst {REFUSAL_RATE} packets reject with icmp type admin-prohibited
+    drop
   }}
   chain admit {{
     ct state new ct count over {MAX_FLOWS} drop

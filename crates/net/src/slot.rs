@@ -21,6 +21,7 @@ use std::{
     io,
     net::{Ipv4Addr, TcpListener, UdpSocket},
     os::fd::OwnedFd,
+    time::Instant,
 };
 
 /// MTU where the host has no way out.
@@ -50,7 +51,9 @@ pub(crate) enum Origin {
 impl Plan {
     /// Builds slot `index`, or completes it. Blocks. On error a new slot leaves nothing behind.
     pub(crate) fn build(&self, index: u16, origin: Origin) -> Result<Sockets> {
+        let clock = Instant::now();
         let built = on_own_runtime(|| self.equip(index, origin));
+        tracing::debug!(index, ?origin, ok = built.is_ok(), took = ?clock.elapsed(), "slot built");
         if built.is_err() && origin == Origin::New {
             let removed = on_own_runtime(|| async { self.take_down(&Net::open()?, index).await });
             if let Err(error) = removed {
@@ -89,6 +92,8 @@ impl Plan {
         for key in ["ipv6/conf/all/disable_ipv6", "ipv6/conf/default/disable_ipv6"] {
             sysctl(key, "1", Missing::Fine)?;
         }
+        // Refusals are ICMP errors to the guest; the rules limit them, not the one a second of the default.
+        sysctl("ipv4/icmp_ratelimit", "0", Missing::Error)?;
         if slot.link(TAP).await?.is_none() {
             tap::open(TAP).and_then(|tap| tap::persist(&tap)).map_err(Error::io("make the tap"))?;
         }

@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    sync::{Notify, Semaphore},
+    sync::{Notify, Semaphore, oneshot},
     task::JoinHandle,
 };
 
@@ -170,9 +170,14 @@ impl Slots {
 
     /// Takes a slot down; its sandbox's machine has ended. What its user left goes with it.
     pub async fn give_back(&self, slot: Slot) {
-        let index = slot.index;
-        slot.names.stop().await;
-        self.inner.free(index).await;
+        let inner = Arc::clone(&self.inner);
+        // To its end even if the caller goes away.
+        let done = tokio::spawn(async move {
+            let index = slot.index;
+            slot.names.stop().await;
+            inner.free(index).await;
+        });
+        let _ = done.await;
     }
 
     /// Gives back a slot that could not be adopted.
@@ -185,8 +190,9 @@ impl Slots {
     /// neither kept nor given back are removed.
     pub async fn stop(&self, keep: &[u16]) {
         self.refill.abort();
-        // A build that was under way ends by itself; its slot is in `used`.
+        // Builds under way end by themselves, and their slots are in `used`; no other begins.
         let _all = self.inner.builders.acquire_many(BUILDERS as u32).await;
+        self.inner.builders.close();
         let ready = std::mem::take(&mut self.inner.state().ready);
         for slot in ready {
             slot.names.stop().await;
@@ -209,32 +215,36 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot. A slot that
+    /// nobody waits for any more is one ahead.
     async fn build_new(self: &Arc<Self>) -> Result<Slot> {
         let index = self.state().reserve(self.plan.range.slots())?;
-        let built = self.build(index, Origin::New).await;
-        if built.is_err() {
-            self.state().used.remove(&index);
-        }
-        built
+        let (done, slot) = oneshot::channel();
+        let this = Arc::clone(self);
+        tokio::spawn(async move {
+            let built = this.build(index, Origin::New).await;
+            if built.is_err() {
+                this.state().used.remove(&index);
+            }
+            if let Err(Ok(slot)) = done.send(built) {
+                this.state().ready.push_back(slot);
+            }
+        });
+        slot.await.unwrap_or(Err(Error::Stopped))
     }
 
-    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot.
     async fn build(self: &Arc<Self>, index: u16, origin: Origin) -> Result<Slot> {
+        let _permit = self.builders.acquire().await.map_err(|_| Error::Stopped)?;
         let this = Arc::clone(self);
-        let task = tokio::spawn(async move {
-            let _permit = this.builders.acquire().await;
-            let builder = Arc::clone(&this);
-            let sockets = tokio::task::spawn_blocking(move || builder.plan.build(index, origin))
-                .await
-                .map_err(|error| Error::io("build a slot")(error.into()))??;
-            Ok(Slot {
-                index,
-                netns: netns::path(&this.plan.tag.netns(index)),
-                outside: this.plan.range.slot_end(index),
-                names: Server::start(index, sockets, Arc::clone(&this.upstream))?,
-            })
-        });
-        task.await.map_err(|error| Error::io("build a slot")(error.into()))?
+        let sockets = tokio::task::spawn_blocking(move || this.plan.build(index, origin))
+            .await
+            .map_err(|error| Error::io("build a slot")(error.into()))??;
+        Ok(Slot {
+            index,
+            netns: netns::path(&self.plan.tag.netns(index)),
+            outside: self.plan.range.slot_end(index),
+            names: Server::start(index, sockets, Arc::clone(&self.upstream))?,
+        })
     }
 
     /// A slot that cannot be removed keeps its index until the next start.

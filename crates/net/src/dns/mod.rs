@@ -209,17 +209,4 @@ impl Bucket {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_bucket_allows_a_burst_and_then_the_rate() {
-        let mut bucket = Bucket::full();
-        let start = bucket.at;
-        let taken = (0..1000).filter(|_| bucket.take(start)).count();
-        assert_eq!(taken, BURST as usize);
-        let later = start + Duration::from_secs(1);
-        let taken = (0..1000).filter(|_| bucket.take(later)).count();
-        assert_eq!(taken, RATE as usize);
-    }
-}
+mod tests;

@@ -14,6 +14,10 @@ use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket},
     path::Path,
     process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -37,6 +41,8 @@ const OUTSIDE: &str = "kt-outside";
 pub struct World {
     pub tag: NodeTag,
     pub state: tempfile::TempDir,
+    /// Datagrams that the server received.
+    pub heard: Arc<AtomicU64>,
     /// What the server on the host itself received.
     pub on_host: UdpSocket,
     _host_tcp: TcpListener,
@@ -73,24 +79,19 @@ impl World {
              ip -n {OUTSIDE} route add default via {HOST}
              ip route add {PRIVATE}/32 via {SERVER}; ip route add {LINK_LOCAL}/32 via {SERVER}"
         ))?;
-        let (udp, tcp) = netns::inside(&netns::path(OUTSIDE), || {
-            Ok((UdpSocket::bind(("0.0.0.0", PORT))?, TcpListener::bind(("0.0.0.0", PORT))?))
-        })?;
-        std::thread::spawn(move || {
-            let mut buffer = [0; 2048];
-            while let Ok((length, from)) = udp.recv_from(&mut buffer) {
-                if &buffer[..length] == b"end" {
-                    break;
-                }
-                // Says whom it heard, so that a test sees the address translation.
-                let _ = udp.send_to(format!("{} {length}", from.ip()).as_bytes(), from);
-            }
-            drop(tcp);
-        });
+        let heard = Arc::new(AtomicU64::new(0));
+        for address in [SERVER, PRIVATE, LINK_LOCAL] {
+            let (udp, tcp) = netns::inside(&netns::path(OUTSIDE), || {
+                Ok((UdpSocket::bind((address, PORT))?, TcpListener::bind((address, PORT))?))
+            })?;
+            let heard = Arc::clone(&heard);
+            std::thread::spawn(move || echo(&udp, &heard, tcp));
+        }
         let on_host = UdpSocket::bind(("0.0.0.0", PORT))?;
         on_host.set_read_timeout(Some(NEVER))?;
         Ok(Self {
             tag: tag.parse()?,
+            heard,
             state: tempfile::tempdir()?,
             on_host,
             _host_tcp: TcpListener::bind(("0.0.0.0", PORT))?,
@@ -121,10 +122,24 @@ impl World {
     }
 }
 
+fn echo(udp: &UdpSocket, heard: &AtomicU64, _tcp: TcpListener) {
+    let mut buffer = [0; 2048];
+    while let Ok((length, from)) = udp.recv_from(&mut buffer) {
+        if &buffer[..length] == b"end" {
+            break;
+        }
+        heard.fetch_add(1, Ordering::SeqCst);
+        // Says whom it heard, so that a test sees the address translation.
+        let _ = udp.send_to(format!("{} {length}", from.ip()).as_bytes(), from);
+    }
+}
+
 impl Drop for World {
     fn drop(&mut self) {
         if let Ok(socket) = UdpSocket::bind("0.0.0.0:0") {
-            let _ = socket.send_to(b"end", (SERVER, PORT));
+            for address in [SERVER, PRIVATE, LINK_LOCAL] {
+                let _ = socket.send_to(b"end", (address, PORT));
+            }
         }
         remove_outside();
         let tag = self.tag.clone();
@@ -193,6 +208,15 @@ impl Guest {
     pub fn boot(slot: &Slot) -> Result<Self> {
         let tap = netns::inside(&slot.netns_path(), || tap::open(TAP))?;
         fcntl_setfl(&tap, OFlags::NONBLOCK)?;
+        // The kernel starts a link's queue some time after its carrier; until then what is sent to it is lost.
+        let name = slot.netns_path();
+        let name = name.file_name().and_then(|name| name.to_str()).context("no name")?;
+        while !run(&format!("ip -n {name} -br link"))?
+            .lines()
+            .all(|line| line.starts_with("lo ") || line.contains(" UP "))
+        {
+            std::thread::sleep(Duration::from_millis(2));
+        }
         Ok(Self { tap, next_port: 40_000 })
     }
 

@@ -1,0 +1,138 @@
+//! Control groups: the agent in one, all user work below another, each command in its own below that.
+//!
+//! Freezing user work is one write to the group above all of it. The kernel then holds each process the next
+//! time it would return to user mode, and says so in `cgroup.events`.
+
+use rustix::fs::{Mode, OFlags};
+use std::{
+    fs, io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+use tokio::{
+    io::Interest,
+    time::timeout,
+};
+
+const ROOT: &str = "/sys/fs/cgroup";
+const AGENT: &str = "/sys/fs/cgroup/keiki";
+const USER: &str = "/sys/fs/cgroup/user";
+
+/// Makes the groups and puts this process into the agent's. Without some controllers it works as well.
+pub fn prepare() -> io::Result<()> {
+    fs::create_dir_all(AGENT)?;
+    fs::create_dir_all(USER)?;
+    fs::write(Path::new(AGENT).join("cgroup.procs"), "0")?;
+    for controller in ["+memory", "+pids", "+cpu"] {
+        // The kernel was built without it, or keeps it for cgroup v1.
+        let _ = fs::write(Path::new(ROOT).join("cgroup.subtree_control"), controller);
+    }
+    Ok(())
+}
+
+/// The group of one command.
+#[derive(Debug)]
+pub struct Group {
+    path: PathBuf,
+}
+
+impl Group {
+    /// Makes it. `name` must be a plain file name without a dot (those are the kernel's).
+    pub fn new(name: &str) -> io::Result<Self> {
+        let path = Path::new(USER).join(name);
+        fs::create_dir(&path)?;
+        Ok(Self { path })
+    }
+
+    /// The directory, to start a process in.
+    pub fn open(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(&self.path, flags, Mode::empty())?)
+    }
+
+    /// Kills every process in it.
+    pub fn kill(&self) -> io::Result<()> {
+        fs::write(self.path.join("cgroup.kill"), "1")
+    }
+
+    /// Its processes, by number.
+    pub fn processes(&self) -> io::Result<Vec<i32>> {
+        let text = fs::read_to_string(self.path.join("cgroup.procs"))?;
+        Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
+    }
+
+    /// Removes it if it is empty. False: it is not.
+    pub fn remove(&self) -> bool {
+        match fs::remove_dir(&self.path) {
+            Ok(()) => true,
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        }
+    }
+}
+
+/// Kills all user work.
+pub fn kill_user() -> io::Result<()> {
+    fs::write(Path::new(USER).join("cgroup.kill"), "1")
+}
+
+/// Holds all user work, and returns when it stands still. On error it goes on.
+pub async fn freeze_user(limit: Duration) -> io::Result<()> {
+    let stopped = timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    if stopped.is_err() {
+        thaw_user()?;
+    }
+    stopped
+}
+
+/// Lets user work go on.
+pub fn thaw_user() -> io::Result<()> {
+    fs::write(Path::new(USER).join("cgroup.freeze"), "0")
+}
+
+async fn freeze_and_wait() -> io::Result<()> {
+    let events = fs::File::open(Path::new(USER).join("cgroup.events"))?;
+    let events = crate::sys::watch(events.into(), Interest::PRIORITY)?;
+    fs::write(Path::new(USER).join("cgroup.freeze"), "1")?;
+    loop {
+        let mut text = [0; 256];
+        let got = rustix::io::pread(events.get_ref(), &mut text, 0)?;
+        if is_frozen(&text[..got]) {
+            return Ok(());
+        }
+        // The kernel marks the file anew at each change; a missed mark costs some milliseconds.
+        if let Ok(ready) = timeout(Duration::from_millis(5), events.ready(Interest::PRIORITY)).await {
+            ready?.clear_ready();
+        }
+    }
+}
+
+fn is_frozen(events: &[u8]) -> bool {
+    events.split(|&byte| byte == b'\n').any(|line| line == b"frozen 1")
+}
+
+/// Processes of all user work, by number, those of nested groups included.
+pub fn user_processes() -> Vec<i32> {
+    let mut found = vec![];
+    let mut left = vec![PathBuf::from(USER)];
+    while let Some(dir) = left.pop() {
+        if let Ok(text) = fs::read_to_string(dir.join("cgroup.procs")) {
+            found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+        }
+        let Ok(entries) = fs::read_dir(&dir) else { continue };
+        left.extend(entries.flatten().filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path()));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_frozen;
+
+    #[test]
+    fn only_the_frozen_line_counts() {
+        assert!(is_frozen(b"populated 1\nfrozen 1\n"));
+        assert!(!is_frozen(b"populated 1\nfrozen 0\n"));
+        assert!(!is_frozen(b"frozen 10\n"));
+    }
+}

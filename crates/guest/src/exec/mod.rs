@@ -1,0 +1,407 @@
+//! Commands: starting them, finding them again, and how long they are remembered.
+//!
+//! A session belongs to the guest, not to the connection that asked for it. It is kept for a while after its
+//! end, so that whoever lost the connection can still fetch the rest.
+
+mod plan;
+mod pump;
+mod session;
+
+pub use session::{Reader, event};
+
+use crate::{
+    cgroup::Group,
+    log,
+    reaper::Reaper,
+    sys::{self, SpawnError},
+};
+use keiki_protocol::guest::{ExecInfo, ExecSpec, Exit, Pty};
+use plan::Ends;
+use pump::{Source, pump, supervise};
+use rustix::process::{Pid, Signal, kill_process};
+use session::{Birth, Channel, Session};
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock},
+    task::spawn_blocking,
+    time::timeout,
+};
+
+/// Commands that run at once.
+const MAX_RUNNING: usize = 1024;
+/// Ended commands remembered: how many, with how much output, for how long.
+const MAX_ENDED: usize = 128;
+const MAX_ENDED_BYTES: usize = 8 << 20;
+const MAX_ENDED_AGE: Duration = Duration::from_secs(120);
+const MAX_ID: usize = 64;
+
+/// Why a request about a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// The request makes no sense.
+    #[error("{0}")]
+    Invalid(String),
+    /// There is none of that name, or no longer.
+    #[error("no command {0:?}")]
+    Unknown(String),
+    /// There is one of that name already.
+    #[error("a command {0:?} exists")]
+    Exists(String),
+    /// Too many.
+    #[error("{MAX_RUNNING} commands run already")]
+    TooMany,
+    /// It has ended.
+    #[error("the command has ended")]
+    Ended,
+    /// It never had what was asked for.
+    #[error("the command has no {0}")]
+    Without(&'static str),
+    /// No streams for it.
+    #[error("cannot make the command's standard streams")]
+    Streams(#[source] io::Error),
+    /// No control group for it.
+    #[error("cannot make the command's control group")]
+    Group(#[source] io::Error),
+    /// Something else went wrong.
+    #[error("the agent failed")]
+    Agent(#[source] io::Error),
+}
+
+/// What came of a start.
+#[derive(Debug)]
+pub enum Launched {
+    /// It runs; this reads it.
+    Running(Reader),
+    /// It did not start.
+    Refused(Exit),
+}
+
+/// All commands of this machine.
+#[derive(Debug)]
+pub struct Execs {
+    sessions: Mutex<HashMap<String, Slot>>,
+    reaper: Arc<Reaper>,
+    /// Held for reading while a process is made, for writing while user work is frozen: a child made into a
+    /// frozen group would never reach its program, and its parent would wait for it.
+    gate: Arc<RwLock<()>>,
+    /// Groups whose leader has ended but that still have processes.
+    lingering: Mutex<Vec<Arc<Group>>>,
+}
+
+#[derive(Debug)]
+enum Slot {
+    /// The name is taken, the process not made yet.
+    Starting,
+    Made(Arc<Session>),
+}
+
+impl Execs {
+    /// None yet.
+    pub fn new(reaper: Arc<Reaper>) -> Arc<Self> {
+        Arc::new(Self {
+            sessions: Mutex::default(),
+            reaper,
+            gate: Arc::default(),
+            lingering: Mutex::default(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, id: &str) -> Result<Arc<Session>, ExecError> {
+        match self.lock().get(id) {
+            Some(Slot::Made(session)) => Ok(session.clone()),
+            _ => Err(ExecError::Unknown(id.chars().take(MAX_ID).collect())),
+        }
+    }
+
+    /// Waits until no process is being made, and holds back new ones until the guard is dropped.
+    pub async fn hold(&self) -> OwnedRwLockWriteGuard<()> {
+        self.gate.clone().write_owned().await
+    }
+
+    /// Starts a command. While user work is frozen it waits for the thaw.
+    pub async fn launch(self: &Arc<Self>, spec: ExecSpec) -> Result<Launched, ExecError> {
+        check_id(&spec.id)?;
+        let gate = self.gate.clone().read_owned().await;
+        self.forget_old();
+        self.reserve(&spec.id)?;
+        let execs = self.clone();
+        // On a thread of its own: the file systems below a program may be slow, or served by user work.
+        let made = spawn_blocking(move || {
+            let result = execs.make(&spec, gate);
+            if !matches!(result, Ok(Launched::Running(_))) {
+                execs.lock().remove(&spec.id);
+            }
+            result
+        });
+        made.await.unwrap_or_else(|error| Err(ExecError::Agent(io::Error::other(error))))
+    }
+
+    fn reserve(&self, id: &str) -> Result<(), ExecError> {
+        let mut sessions = self.lock();
+        if sessions.contains_key(id) {
+            return Err(ExecError::Exists(id.to_owned()));
+        }
+        let live = |slot: &&Slot| !matches!(slot, Slot::Made(session) if session.ended().is_some());
+        if sessions.values().filter(live).count() >= MAX_RUNNING {
+            return Err(ExecError::TooMany);
+        }
+        sessions.insert(id.to_owned(), Slot::Starting);
+        Ok(())
+    }
+
+    fn make(self: &Arc<Self>, spec: &ExecSpec, gate: OwnedRwLockReadGuard<()>) -> Result<Launched, ExecError> {
+        let (plan, ends) = plan::plan(spec)?;
+        let group = Group::new(&spec.id).map_err(ExecError::Group)?;
+        let start = self.reaper.start();
+        let spawned = match group.open() {
+            Ok(directory) => sys::spawn(&plan, directory.as_fd()),
+            Err(error) => Err(SpawnError::Clone(error)),
+        };
+        drop(gate);
+        // The child has its own copies; the agent's would keep the pipes from ending.
+        drop(plan.stdio);
+        let pid = match spawned {
+            Ok(pid) => pid,
+            Err(error) => {
+                drop(start);
+                group.remove();
+                let (code, message) = plan::refusal(&error, spec);
+                return Ok(Launched::Refused(Exit { code, message, ..Exit::default() }));
+            }
+        };
+        let leader = start.started(pid);
+        let attached = attach_ends(ends).map_err(ExecError::Streams);
+        let (input, terminal, sources) = match attached {
+            Ok(attached) => attached,
+            Err(error) => {
+                let _ = group.kill();
+                return Err(error);
+            }
+        };
+        let (id, argv) = (spec.id.clone(), shown(spec));
+        let session = Session::new(Birth { id, argv, pid, group: Arc::new(group), input, terminal });
+        let reader = session.attach([0, 0])?;
+        for source in &sources {
+            tokio::spawn(pump(session.clone(), source.clone()));
+        }
+        let limit = (spec.timeout_ms > 0).then(|| Duration::from_millis(spec.timeout_ms));
+        let (execs, watched) = (self.clone(), session.clone());
+        tokio::spawn(async move {
+            supervise(watched.clone(), sources, leader, limit).await;
+            execs.linger(watched.group.clone());
+        });
+        self.lock().insert(spec.id.clone(), Slot::Made(session));
+        Ok(Launched::Running(reader))
+    }
+
+    /// Reads a command from these offsets on.
+    pub fn attach(&self, id: &str, stdout: u64, stderr: u64) -> Result<Reader, ExecError> {
+        self.find(id)?.attach([stdout, stderr])
+    }
+
+    /// Writes to a command's input; returns how much was taken. Less than all: nobody reads it any more.
+    pub async fn input(&self, id: &str, mut data: &[u8]) -> Result<usize, ExecError> {
+        let session = self.find(id)?;
+        let guard = session.input.lock().await;
+        let Some(file) = guard.as_ref() else { return Err(ExecError::Without("open input")) };
+        let all = data.len();
+        while !data.is_empty() {
+            let write = file.async_io(Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, data)?));
+            let written = tokio::select! {
+                written = write => written,
+                _ = session.wait_for(None, |session| session.ended()) => break,
+            };
+            match written {
+                Ok(taken) => data = &data[taken..],
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EPIPE | libc::EIO)) => break,
+                Err(error) => return Err(ExecError::Agent(error)),
+            }
+        }
+        Ok(all - data.len())
+    }
+
+    /// Ends a command's input. On a terminal that is a keystroke.
+    pub async fn end_input(&self, id: &str) -> Result<(), ExecError> {
+        let session = self.find(id)?;
+        if session.terminal.is_some() {
+            self.input(id, &[4]).await?;
+        } else {
+            session.input.lock().await.take();
+        }
+        Ok(())
+    }
+
+    /// Signals the leader, or all of a command's processes.
+    pub fn signal(&self, id: &str, number: i32, whole_group: bool) -> Result<(), ExecError> {
+        let session = self.find(id)?;
+        let signal = Signal::from_named_raw(number)
+            .ok_or_else(|| ExecError::Invalid(format!("{number} is no signal")))?;
+        if !whole_group {
+            return match session.signal_leader(signal).map_err(ExecError::Agent)? {
+                true => Ok(()),
+                false => Err(ExecError::Ended),
+            };
+        }
+        let result = if signal == Signal::KILL {
+            session.group.kill()
+        } else {
+            session.group.processes().map(|all| signal_all(&all, signal))
+        };
+        match result {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ExecError::Ended),
+            result => result.map_err(ExecError::Agent),
+        }
+    }
+
+    /// Changes the size of a command's terminal.
+    pub fn resize(&self, id: &str, size: &Pty) -> Result<(), ExecError> {
+        let session = self.find(id)?;
+        let terminal = session.terminal.as_ref().ok_or(ExecError::Without("terminal"))?;
+        rustix::termios::tcsetwinsize(terminal.get_ref(), plan::winsize(size.cols, size.rows))
+            .map_err(|error| ExecError::Agent(error.into()))
+    }
+
+    /// All that are remembered, oldest first.
+    pub fn list(&self) -> Vec<ExecInfo> {
+        self.forget_old();
+        let sessions = self.lock();
+        let mut all: Vec<ExecInfo> = sessions
+            .values()
+            .filter_map(|slot| match slot {
+                Slot::Made(session) => Some(session.info()),
+                Slot::Starting => None,
+            })
+            .collect();
+        all.sort_by_key(|info| info.started_unix_ms);
+        all
+    }
+
+    fn forget_old(&self) {
+        let mut sessions = self.lock();
+        let mut ended: Vec<_> = sessions
+            .values()
+            .filter_map(|slot| match slot {
+                Slot::Made(session) if !session.is_read() => {
+                    session.ended().map(|(_, when)| (when, session.kept(), session.id.clone()))
+                }
+                _ => None,
+            })
+            .collect();
+        ended.sort();
+        let (mut count, mut bytes) = (0, 0);
+        for (when, kept, id) in ended.into_iter().rev() {
+            count += 1;
+            bytes += kept;
+            if count > MAX_ENDED || bytes > MAX_ENDED_BYTES || when.elapsed() > MAX_ENDED_AGE {
+                // Whoever still reads its pipes keeps the session, but needs none of this.
+                if let Some(Slot::Made(session)) = sessions.remove(&id) {
+                    session.forget_output();
+                }
+            }
+        }
+    }
+
+    fn linger(&self, group: Arc<Group>) {
+        if !group.remove() {
+            self.lingering.lock().unwrap_or_else(PoisonError::into_inner).push(group);
+        }
+    }
+
+    /// Removes groups that have become empty. To be called when something unknown has ended.
+    pub fn sweep_groups(&self) {
+        let mut lingering = self.lingering.lock().unwrap_or_else(PoisonError::into_inner);
+        lingering.retain(|group| !group.remove());
+    }
+}
+
+/// Sends a signal to processes; those that have ended meanwhile are no error.
+pub fn signal_all(processes: &[i32], signal: Signal) {
+    for pid in processes.iter().filter_map(|&pid| Pid::from_raw(pid)) {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+/// A name becomes a directory beside the kernel's own files, all of which have a dot in theirs.
+fn check_id(id: &str) -> Result<(), ExecError> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    if id.is_empty() || id.len() > MAX_ID || !id.bytes().all(plain) {
+        let problem = format!("a command's id is 1 to {MAX_ID} letters, digits, '-' and '_'");
+        return Err(ExecError::Invalid(problem));
+    }
+    Ok(())
+}
+
+fn shown(spec: &ExecSpec) -> Vec<bytes::Bytes> {
+    const LIMIT: usize = 4096;
+    let words = if spec.argv.is_empty() { std::slice::from_ref(&spec.shell) } else { &spec.argv };
+    let mut left = LIMIT;
+    let mut all = vec![];
+    for word in words {
+        let take = word.len().min(left);
+        all.push(bytes::Bytes::copy_from_slice(&word[..take]));
+        left -= take;
+        if left == 0 || all.len() == 256 {
+            break;
+        }
+    }
+    all
+}
+
+type File = Arc<AsyncFd<OwnedFd>>;
+
+fn attach_ends(ends: Ends) -> io::Result<(Option<File>, Option<File>, Vec<Source>)> {
+    let read = |fd| crate::sys::watch(fd, Interest::READABLE).map(Arc::new);
+    match ends {
+        Ends::Terminal(master) => {
+            let input = Arc::new(crate::sys::watch(sys::duplicate(&master)?, Interest::WRITABLE)?);
+            let output = read(master)?;
+            Ok((Some(input), Some(output.clone()), vec![Source::new(Channel::Out, output)]))
+        }
+        Ends::Pipes { input, output, error } => {
+            let input = input.map(|fd| crate::sys::watch(fd, Interest::WRITABLE).map(Arc::new)).transpose()?;
+            let sources = vec![Source::new(Channel::Out, read(output)?), Source::new(Channel::Err, read(error)?)];
+            Ok((input, None, sources))
+        }
+    }
+}
+
+/// Ends user work: a request first, then without asking.
+pub async fn end_user_work(grace: Duration) {
+    let gone = async {
+        while !crate::cgroup::user_processes().is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    signal_all(&crate::cgroup::user_processes(), Signal::TERM);
+    if timeout(grace, gone).await.is_err()
+        && let Err(error) = crate::cgroup::kill_user()
+    {
+        log::line(&format!("user work: {error}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_id;
+
+    #[test]
+    fn an_id_cannot_name_a_file_of_the_kernel() {
+        for bad in ["", "cgroup.procs", "..", ".", "a/b", "ä", &"x".repeat(65)] {
+            assert!(check_id(bad).is_err(), "{bad}");
+        }
+        for good in ["0198c9a2-7d0c-7000-8000-000000000000", "exec_1", "x"] {
+            assert!(check_id(good).is_ok(), "{good}");
+        }
+    }
+}

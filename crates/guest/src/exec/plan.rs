@@ -1,0 +1,221 @@
+//! From what the node asks for to what the kernel needs, before there is a process.
+
+use super::ExecError;
+use crate::{
+    sys::{Plan, SpawnError, Step},
+    users::{self, Account},
+};
+use keiki_protocol::guest::ExecSpec;
+use rustix::{
+    fs::OFlags,
+    pipe::{PipeFlags, pipe_with},
+    pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt},
+    termios::{Winsize, tcsetwinsize},
+};
+use std::{
+    collections::BTreeMap,
+    ffi::CString,
+    io,
+    os::fd::{AsFd, OwnedFd},
+};
+
+const PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+const SHELL: &[u8] = b"/bin/sh";
+/// Arguments and environment together. The kernel has its own, smaller limits.
+const MAX_WORDS: usize = 2 << 20;
+
+/// The agent's ends of a command's standard streams.
+#[derive(Debug)]
+pub enum Ends {
+    /// One pipe each; no input where the command got none.
+    Pipes {
+        /// Standard input.
+        input: Option<OwnedFd>,
+        /// Standard output.
+        output: OwnedFd,
+        /// Standard error.
+        error: OwnedFd,
+    },
+    /// A pseudo-terminal.
+    Terminal(OwnedFd),
+}
+
+/// Lays out everything for a command.
+pub fn plan(spec: &ExecSpec) -> Result<(Plan, Ends), ExecError> {
+    let account = users::lookup(&spec.user).map_err(|error| ExecError::Invalid(error.to_string()))?;
+    let argv: Vec<&[u8]> = match (spec.argv.is_empty(), spec.shell.is_empty()) {
+        (false, true) => spec.argv.iter().map(|word| &word[..]).collect(),
+        (true, false) => vec![SHELL, b"-c", &spec.shell],
+        _ => return Err(ExecError::Invalid("give either argv or a shell line".into())),
+    };
+    let env = environment(&account, spec);
+    let size = argv.iter().map(|word| word.len() + 8).sum::<usize>()
+        + env.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
+    if size > MAX_WORDS {
+        return Err(ExecError::Invalid("arguments and environment are too long".into()));
+    }
+    let path = env.get(&b"PATH"[..]).copied().unwrap_or(PATH);
+    let paths = candidates(argv[0], path).into_iter().map(word).collect::<Result<_, _>>()?;
+    let words = |all: &[&[u8]]| all.iter().map(|text| word(text.to_vec())).collect::<Result<Vec<_>, _>>();
+    let settings = env.iter().map(|(name, value)| word([name, &b"="[..], value].concat()));
+    let (stdio, ends) = streams(spec, &account).map_err(ExecError::Streams)?;
+    let plan = Plan {
+        paths,
+        argv: words(&argv)?,
+        env: settings.collect::<Result<_, _>>()?,
+        cwd: word(if spec.cwd.is_empty() { account.home.clone() } else { spec.cwd.to_vec() })?,
+        cwd_optional: spec.cwd.is_empty(),
+        uid: account.uid,
+        gid: account.gid,
+        groups: account.groups.clone(),
+        stdio,
+        terminal: spec.pty.is_some(),
+    };
+    Ok((plan, ends))
+}
+
+/// What a shell says when `program` does not start: the code and the words.
+pub fn refusal(error: &SpawnError, spec: &ExecSpec) -> (i32, String) {
+    let show = |bytes: &[u8]| String::from_utf8_lossy(&bytes[..bytes.len().min(256)]).into_owned();
+    let program = spec.argv.first().map_or(show(SHELL), |word| show(word));
+    match error {
+        SpawnError::Clone(error) => (126, format!("cannot make a process: {error}")),
+        SpawnError::Child { step: Step::Exec, error } => match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ENOTDIR) => (127, format!("{program}: not found")),
+            _ => (126, format!("{program}: cannot execute: {error}")),
+        },
+        SpawnError::Child { step: Step::Directory, error } => {
+            (126, format!("cannot enter directory {}: {error}", show(&spec.cwd)))
+        }
+        SpawnError::Child { step: Step::User, error } => {
+            (126, format!("cannot become user {}: {error}", show(spec.user.as_bytes())))
+        }
+        SpawnError::Child { step: Step::Prepare, error } => (126, format!("cannot set up the process: {error}")),
+    }
+}
+
+fn word(bytes: Vec<u8>) -> Result<CString, ExecError> {
+    CString::new(bytes)
+        .map_err(|_| ExecError::Invalid("a zero byte in an argument, a variable or a directory".into()))
+}
+
+fn environment<'a>(account: &'a Account, spec: &'a ExecSpec) -> BTreeMap<&'a [u8], &'a [u8]> {
+    let mut env: BTreeMap<&[u8], &[u8]> = BTreeMap::from([
+        (&b"PATH"[..], PATH),
+        (b"HOME", &account.home),
+        (b"USER", &account.name),
+        (b"LOGNAME", &account.name),
+        (b"SHELL", &account.shell),
+        (b"LANG", b"C.UTF-8"),
+    ]);
+    if spec.pty.is_some() {
+        env.insert(b"TERM", b"xterm-256color");
+    }
+    env.extend(spec.env.iter().map(|var| (&var.name[..], &var.value[..])));
+    // A name cannot hold a '='; one that does would set another variable.
+    env.retain(|name, _| !name.is_empty() && !name.contains(&b'='));
+    env
+}
+
+/// Where a program may be.
+fn candidates(program: &[u8], path: &[u8]) -> Vec<Vec<u8>> {
+    if program.contains(&b'/') || program.is_empty() {
+        return vec![program.to_vec()];
+    }
+    path.split(|&byte| byte == b':')
+        .map(|dir| if dir.is_empty() { program.to_vec() } else { [dir, b"/", program].concat() })
+        .collect()
+}
+
+fn streams(spec: &ExecSpec, account: &Account) -> io::Result<([OwnedFd; 3], Ends)> {
+    if let Some(pty) = &spec.pty {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        unlockpt(&master)?;
+        tcsetwinsize(&master, winsize(pty.cols, pty.rows))?;
+        let slave = ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        let owner = Some(rustix::fs::Uid::from_raw(account.uid));
+        rustix::fs::fchown(&slave, owner, None)?;
+        nonblocking(&master)?;
+        let (second, third) = (slave.try_clone()?, slave.try_clone()?);
+        return Ok(([slave, second, third], Ends::Terminal(master)));
+    }
+    let (input, stdin) = if spec.stdin_open {
+        let (theirs, ours) = pipe_with(PipeFlags::CLOEXEC)?;
+        nonblocking(&ours)?;
+        (Some(ours), theirs)
+    } else {
+        (None, OwnedFd::from(std::fs::File::open("/dev/null")?))
+    };
+    let (output, stdout) = pipe_with(PipeFlags::CLOEXEC)?;
+    let (error, stderr) = pipe_with(PipeFlags::CLOEXEC)?;
+    nonblocking(&output)?;
+    nonblocking(&error)?;
+    Ok(([stdin, stdout, stderr], Ends::Pipes { input, output, error }))
+}
+
+/// A terminal's size; 0 stands for the usual.
+pub fn winsize(cols: u32, rows: u32) -> Winsize {
+    let size = |value: u32, usual: u16| if value == 0 { usual } else { u16::try_from(value).unwrap_or(u16::MAX) };
+    Winsize { ws_col: size(cols, 80), ws_row: size(rows, 24), ws_xpixel: 0, ws_ypixel: 0 }
+}
+
+fn nonblocking(fd: impl AsFd) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(&fd)?;
+    Ok(rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{candidates, environment, refusal};
+    use crate::{
+        sys::{SpawnError, Step},
+        users::Account,
+    };
+    use keiki_protocol::guest::{EnvVar, ExecSpec, Pty};
+    use std::io;
+
+    #[test]
+    fn a_path_is_searched_in_order_and_a_slash_stops_the_search() {
+        assert_eq!(candidates(b"ls", b"/bin::/x"), [&b"/bin/ls"[..], b"ls", b"/x/ls"]);
+        assert_eq!(candidates(b"./ls", b"/bin"), [b"./ls"]);
+        assert_eq!(candidates(b"", b"/bin"), [b""]);
+    }
+
+    #[test]
+    fn given_variables_win_and_bad_names_are_dropped() {
+        let account = Account {
+            name: b"amy".to_vec(),
+            uid: 1,
+            gid: 1,
+            groups: vec![],
+            home: b"/h".to_vec(),
+            shell: b"/bin/sh".to_vec(),
+        };
+        let var = |name: &'static str, value: &'static str| EnvVar { name: name.into(), value: value.into() };
+        let spec = ExecSpec {
+            env: vec![var("HOME", "/other"), var("A=B", "c"), var("X", "1"), var("X", "2=3")],
+            pty: Some(Pty::default()),
+            ..ExecSpec::default()
+        };
+        let env = environment(&account, &spec);
+        assert_eq!(env[&b"HOME"[..]], b"/other");
+        assert_eq!(env[&b"USER"[..]], b"amy");
+        assert_eq!(env[&b"X"[..]], b"2=3");
+        assert_eq!(env[&b"TERM"[..]], b"xterm-256color");
+        assert!(!env.contains_key(&b"A=B"[..]));
+    }
+
+    #[test]
+    fn codes_are_those_of_a_shell() {
+        let spec = ExecSpec { argv: vec!["prog".into()], cwd: "/nope".into(), ..ExecSpec::default() };
+        let code = |step, errno| {
+            refusal(&SpawnError::Child { step, error: io::Error::from_raw_os_error(errno) }, &spec)
+        };
+        assert_eq!(code(Step::Exec, libc::ENOENT), (127, "prog: not found".into()));
+        assert_eq!(code(Step::Exec, libc::EACCES).0, 126);
+        assert_eq!(code(Step::Exec, libc::ENOEXEC).0, 126);
+        let (status, words) = code(Step::Directory, libc::ENOENT);
+        assert_eq!(status, 126);
+        assert!(words.contains("/nope"), "{words}");
+    }
+}

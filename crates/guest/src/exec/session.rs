@@ -1,0 +1,366 @@
+//! A command's life as others see it: its output so far, its end, and who reads it.
+//!
+//! At most one reader at a time; a new one takes over. While a reader is attached, a command that writes
+//! faster is held back. Without one, its output overwrites the oldest. Between the two lies a grace: a node
+//! that restarts finds everything.
+
+use super::ExecError;
+use crate::{cgroup::Group, ring::Ring};
+use bytes::Bytes;
+use keiki_protocol::guest::{ExecEvent, ExecInfo, Exit, Output, Started, exec_event::Event};
+use rustix::process::Pid;
+use std::{
+    os::fd::OwnedFd,
+    pin::pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{io::unix::AsyncFd, sync::Notify};
+use tonic::Status;
+
+/// Output kept per stream. More than a connection can have in flight, see `keiki_protocol::client`.
+const KEEP: usize = 1 << 20;
+/// Output that a reader may be behind before the command is held back.
+const AHEAD: usize = 256 << 10;
+/// What all sessions keep together; beyond it a stream keeps only what nobody has been sent.
+const KEEP_ALL: usize = 24 << 20;
+/// Largest piece of output sent at once.
+const PIECE: usize = 32 << 10;
+/// How long a command without reader is held back as if there were one.
+const GRACE: Duration = Duration::from_secs(3);
+
+static KEPT: AtomicUsize = AtomicUsize::new(0);
+
+/// Standard output or standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Channel {
+    /// 1, and all of a terminal.
+    Out = 0,
+    /// 2.
+    Err = 1,
+}
+
+/// A command, running or ended.
+#[derive(Debug)]
+pub struct Session {
+    /// The node's name for it.
+    pub id: String,
+    /// As asked for.
+    pub argv: Vec<Bytes>,
+    /// Wall clock at its start.
+    pub started_unix_ms: u64,
+    /// At its start.
+    pub started: Instant,
+    /// The leader's number.
+    pub pid: Pid,
+    /// Where it and its descendants live.
+    pub group: Arc<Group>,
+    /// Where its input goes; none once it was closed.
+    pub input: tokio::sync::Mutex<Option<Arc<AsyncFd<OwnedFd>>>>,
+    /// Its terminal, if it has one.
+    pub terminal: Option<Arc<AsyncFd<OwnedFd>>>,
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+/// What a new session starts from.
+#[derive(Debug)]
+pub struct Birth {
+    /// The node's name for it.
+    pub id: String,
+    /// As asked for.
+    pub argv: Vec<Bytes>,
+    /// The leader's number.
+    pub pid: Pid,
+    /// Its control group.
+    pub group: Arc<Group>,
+    /// Where its input goes.
+    pub input: Option<Arc<AsyncFd<OwnedFd>>>,
+    /// Its terminal.
+    pub terminal: Option<Arc<AsyncFd<OwnedFd>>>,
+}
+
+#[derive(Debug)]
+struct State {
+    rings: [Ring; 2],
+    /// Not yet collected: its number still means this command.
+    leader_lives: bool,
+    exit: Option<(Exit, Instant)>,
+    /// The attached reader; readers are numbered from 1.
+    reader: Option<u64>,
+    readers: u64,
+    /// What the reader was sent.
+    sent: [u64; 2],
+    /// Since when there is no reader.
+    alone: Instant,
+}
+
+impl Session {
+    /// A command that was just started.
+    pub fn new(birth: Birth) -> Arc<Self> {
+        let started_unix_ms = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX));
+        let state = State {
+            rings: [Ring::new(KEEP), Ring::new(KEEP)],
+            leader_lives: true,
+            exit: None,
+            reader: None,
+            readers: 0,
+            sent: [0; 2],
+            alone: Instant::now(),
+        };
+        Arc::new(Self {
+            id: birth.id,
+            argv: birth.argv,
+            started_unix_ms,
+            started: Instant::now(),
+            pid: birth.pid,
+            group: birth.group,
+            input: tokio::sync::Mutex::new(birth.input),
+            terminal: birth.terminal,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `look` finds something; it is asked again after each change and, at the latest, when
+    /// `limit` is over (then its answer is final).
+    pub async fn wait_for<T>(&self, limit: Option<Duration>, mut look: impl FnMut(&Self) -> Option<T>) -> Option<T> {
+        let wait = async {
+            loop {
+                let mut change = pin!(self.changed.notified());
+                change.as_mut().enable();
+                if let Some(found) = look(self) {
+                    return found;
+                }
+                change.await;
+            }
+        };
+        match limit {
+            None => Some(wait.await),
+            Some(limit) => match tokio::time::timeout(limit, wait).await {
+                Ok(found) => Some(found),
+                Err(_) => look(self),
+            },
+        }
+    }
+
+    /// Tells everyone who waits that something is different.
+    pub fn touch(&self) {
+        self.changed.notify_waiters();
+    }
+
+    /// Bytes of a stream so far.
+    pub fn end(&self, channel: Channel) -> u64 {
+        self.lock().rings[channel as usize].end()
+    }
+
+    /// How much may be read from the command now. `Err` tells how long to wait before asking again although
+    /// nothing changes.
+    pub fn room(&self, channel: Channel) -> Result<usize, Option<Duration>> {
+        let state = self.lock();
+        if state.exit.is_some() {
+            return Ok(usize::MAX);
+        }
+        let alone = state.alone.elapsed();
+        if state.reader.is_none() && alone >= GRACE {
+            return Ok(usize::MAX);
+        }
+        let at = channel as usize;
+        let behind = usize::try_from(state.rings[at].end().saturating_sub(state.sent[at])).unwrap_or(usize::MAX);
+        match AHEAD.saturating_sub(behind) {
+            0 if state.reader.is_some() => Err(None),
+            0 => Err(Some(GRACE.saturating_sub(alone) + Duration::from_millis(1))),
+            room => Ok(room),
+        }
+    }
+
+    /// Takes output of the command. After its end it is thrown away.
+    pub fn push(&self, channel: Channel, bytes: &[u8]) {
+        let mut state = self.lock();
+        if state.exit.is_some() {
+            return;
+        }
+        let at = channel as usize;
+        let sent = state.sent[at];
+        let ring = &mut state.rings[at];
+        let before = ring.len();
+        if KEPT.load(Ordering::Relaxed) > KEEP_ALL && ring.end() <= sent {
+            ring.clear();
+        }
+        ring.push(bytes);
+        let after = ring.len();
+        drop(state);
+        KEPT.fetch_add(after, Ordering::Relaxed);
+        KEPT.fetch_sub(before, Ordering::Relaxed);
+        self.touch();
+    }
+
+    /// The leader was collected: its number may mean another process from now on.
+    pub fn leader_ended(&self) {
+        self.lock().leader_lives = false;
+    }
+
+    /// Sends a signal to the leader. False: it has ended.
+    pub fn signal_leader(&self, signal: rustix::process::Signal) -> std::io::Result<bool> {
+        let state = self.lock();
+        if state.leader_lives {
+            rustix::process::kill_process(self.pid, signal)?;
+        }
+        Ok(state.leader_lives)
+    }
+
+    /// All output is in; this was the end.
+    pub fn finish(&self, exit: Exit) {
+        self.lock().exit = Some((exit, Instant::now()));
+        self.touch();
+    }
+
+    /// Has it ended? How, and since when.
+    pub fn ended(&self) -> Option<(Exit, Instant)> {
+        self.lock().exit.clone()
+    }
+
+    /// Is somebody reading it?
+    pub fn is_read(&self) -> bool {
+        self.lock().reader.is_some()
+    }
+
+    /// Gives the memory of its output back.
+    pub fn forget_output(&self) {
+        KEPT.fetch_sub(self.kept(), Ordering::Relaxed);
+        self.lock().rings.iter_mut().for_each(Ring::clear);
+    }
+
+    /// Bytes of output it keeps.
+    pub fn kept(&self) -> usize {
+        self.lock().rings.iter().map(Ring::len).sum()
+    }
+
+    /// For lists.
+    pub fn info(&self) -> ExecInfo {
+        let state = self.lock();
+        ExecInfo {
+            id: self.id.clone(),
+            argv: self.argv.clone(),
+            started_unix_ms: self.started_unix_ms,
+            exit: state.exit.as_ref().map(|(exit, _)| exit.clone()),
+            stdout_bytes: state.rings[0].end(),
+            stderr_bytes: state.rings[1].end(),
+        }
+    }
+
+    /// Attaches a reader at these offsets. Output that was overwritten meanwhile is passed over: the offsets
+    /// of what comes tell.
+    pub fn attach(self: &Arc<Self>, offsets: [u64; 2]) -> Result<Reader, ExecError> {
+        let mut state = self.lock();
+        for (ring, offset) in state.rings.iter().zip(offsets) {
+            if offset > ring.end() {
+                return Err(ExecError::Invalid(format!("offset {offset} is beyond the {} bytes there are", ring.end())));
+            }
+        }
+        state.readers += 1;
+        state.reader = Some(state.readers);
+        state.sent = offsets;
+        let number = state.readers;
+        drop(state);
+        self.touch();
+        Ok(Reader { session: self.clone(), number, stage: Stage::Fresh, last: Channel::Err })
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        KEPT.fetch_sub(self.kept(), Ordering::Relaxed);
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Fresh,
+    Running,
+    Over,
+}
+
+/// One attached reader. Dropping it detaches.
+#[derive(Debug)]
+pub struct Reader {
+    session: Arc<Session>,
+    number: u64,
+    stage: Stage,
+    last: Channel,
+}
+
+impl Reader {
+    /// The next event; none after the end.
+    pub async fn next(&mut self) -> Option<Result<ExecEvent, Status>> {
+        match self.stage {
+            Stage::Over => return None,
+            Stage::Fresh => {
+                self.stage = Stage::Running;
+                let pid = self.session.pid.as_raw_nonzero().get().unsigned_abs();
+                return Some(Ok(event(Event::Started(Started { id: self.session.id.clone(), pid }))));
+            }
+            Stage::Running => {}
+        }
+        let (number, last) = (self.number, self.last);
+        let found = self.session.wait_for(None, |session| session.take(number, last)).await?;
+        match &found {
+            Ok((channel, event)) => {
+                self.last = *channel;
+                if matches!(event, Event::Exit(_)) {
+                    self.stage = Stage::Over;
+                }
+            }
+            Err(_) => self.stage = Stage::Over,
+        }
+        Some(found.map(|(_, what)| event(what)))
+    }
+}
+
+impl Session {
+    /// What reader `number` gets next, the stream that was not `last` first.
+    fn take(&self, number: u64, last: Channel) -> Option<Result<(Channel, Event), Status>> {
+        let mut state = self.lock();
+        if state.reader != Some(number) {
+            return Some(Err(Status::aborted("another reader took over this command's output")));
+        }
+        let order = if last == Channel::Out { [Channel::Err, Channel::Out] } else { [Channel::Out, Channel::Err] };
+        for channel in order {
+            let at = channel as usize;
+            let Some((offset, data)) = state.rings[at].read(state.sent[at], PIECE) else { continue };
+            state.sent[at] = offset + data.len() as u64;
+            drop(state);
+            self.touch();
+            let output = Output { offset, data: data.into() };
+            let event = if channel == Channel::Out { Event::Stdout(output) } else { Event::Stderr(output) };
+            return Some(Ok((channel, event)));
+        }
+        state.exit.as_ref().map(|(exit, _)| Ok((last, Event::Exit(exit.clone()))))
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        let mut state = self.session.lock();
+        if state.reader == Some(self.number) {
+            state.reader = None;
+            state.alone = Instant::now();
+        }
+        drop(state);
+        self.session.touch();
+    }
+}
+
+/// Wraps an event for the wire.
+pub fn event(event: Event) -> ExecEvent {
+    ExecEvent { event: Some(event) }
+}

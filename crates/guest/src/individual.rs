@@ -1,0 +1,181 @@
+//! Making a copy of a machine a new individual: its own randomness, time and name, before user work goes on.
+//!
+//! A copy is known by its generation, a number greater than those of all its ancestors. An order for another
+//! one is refused: it was meant for another machine, or comes late.
+
+use crate::sys;
+use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
+use rustix::time::{ClockId, Timespec, clock_settime};
+use std::{
+    fs, io,
+    os::fd::AsFd,
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+const FILE: &str = "/run/keiki/generation";
+const MIN_ENTROPY: usize = 64;
+const MAX_ENTROPY: usize = 4096;
+const MAX_HOSTNAME: usize = 64;
+const HOSTS: &str = "/etc/hosts";
+const HOSTS_MARK: &str = "# keiki";
+
+/// Why a machine did not become a new individual.
+#[derive(Debug, thiserror::Error)]
+pub enum IndividualError {
+    /// Meant for another machine, or late.
+    #[error("generation {wanted} is not greater than {current}")]
+    Generation {
+        /// Asked for.
+        wanted: u64,
+        /// Had.
+        current: u64,
+    },
+    /// Less randomness than a new individual needs.
+    #[error("{0} bytes of entropy: {MIN_ENTROPY} to {MAX_ENTROPY} are needed")]
+    Entropy(usize),
+    /// Not a name a machine can have.
+    #[error("not a host name")]
+    Hostname,
+    /// A step failed. The machine must not be released.
+    #[error("cannot set {0}")]
+    Step(&'static str, #[source] io::Error),
+}
+
+/// Which individual this machine is.
+#[derive(Debug, Default)]
+pub struct Identity {
+    generation: AtomicU64,
+    /// One order at a time.
+    order: Mutex<()>,
+}
+
+impl Identity {
+    /// The generation; 0 before the first.
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Carries out an order. Blocks for a moment.
+    pub fn become_new(&self, order: &Individual) -> Result<IndividualAck, IndividualError> {
+        let _one = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = self.generation();
+        check(order, current)?;
+        let mut steps = vec![];
+        let mut step = |name: &'static str, work: &dyn Fn() -> io::Result<()>| {
+            let begin = Instant::now();
+            work().map_err(|error| IndividualError::Step(name, error))?;
+            let micros = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+            steps.push(StepTime { step: name.to_owned(), micros });
+            Ok(())
+        };
+        step("entropy", &|| entropy(&order.entropy))?;
+        if order.unix_nanos > 0 {
+            step("clock", &|| clock(order.unix_nanos))?;
+        }
+        if !order.hostname.is_empty() {
+            step("hostname", &|| hostname(&order.hostname))?;
+        }
+        step("generation", &|| record(order.generation))?;
+        self.generation.store(order.generation, Ordering::Release);
+        Ok(IndividualAck { generation: order.generation, steps })
+    }
+}
+
+fn check(order: &Individual, current: u64) -> Result<(), IndividualError> {
+    if order.generation <= current {
+        return Err(IndividualError::Generation { wanted: order.generation, current });
+    }
+    if !(MIN_ENTROPY..=MAX_ENTROPY).contains(&order.entropy.len()) {
+        return Err(IndividualError::Entropy(order.entropy.len()));
+    }
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
+    if order.hostname.len() > MAX_HOSTNAME || !order.hostname.bytes().all(fits) {
+        return Err(IndividualError::Hostname);
+    }
+    Ok(())
+}
+
+fn entropy(bytes: &[u8]) -> io::Result<()> {
+    let random = fs::OpenOptions::new().write(true).open("/dev/urandom")?;
+    sys::add_entropy(random.as_fd(), bytes)?;
+    sys::reseed(random.as_fd())
+}
+
+fn clock(nanos: u64) -> io::Result<()> {
+    const SECOND: u64 = 1_000_000_000;
+    let seconds = i64::try_from(nanos / SECOND).map_err(io::Error::other)?;
+    // Below a second, so it fits whatever the type.
+    let time = Timespec { tv_sec: seconds, tv_nsec: (nanos % SECOND) as _ };
+    Ok(clock_settime(ClockId::Realtime, time)?)
+}
+
+fn hostname(name: &str) -> io::Result<()> {
+    rustix::system::sethostname(name.as_bytes())?;
+    // Comfort for programs that look themselves up; a sandbox may have made its files unwritable.
+    if let Ok(text) = fs::read(HOSTS)
+        && let Some(new) = with_host(&text, name)
+    {
+        let _ = fs::write(HOSTS, new);
+    }
+    Ok(())
+}
+
+/// The hosts file with one line of ours for `name`, all other lines as they were. None: nothing to change.
+fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
+    const LIMIT: usize = 1 << 20;
+    let line = format!("127.0.1.1\t{name}\t{HOSTS_MARK}\n");
+    let lines = || text.split_inclusive(|&byte| byte == b'\n');
+    let ours = |line: &&[u8]| line.trim_ascii_end().ends_with(HOSTS_MARK.as_bytes());
+    if text.len() > LIMIT || lines().any(|found| found == line.as_bytes()) {
+        return None;
+    }
+    let mut new: Vec<u8> = lines().filter(|line| !ours(line)).flatten().copied().collect();
+    if new.last().is_some_and(|&byte| byte != b'\n') {
+        new.push(b'\n');
+    }
+    new.extend_from_slice(line.as_bytes());
+    Some(new)
+}
+
+fn record(generation: u64) -> io::Result<()> {
+    let file = Path::new(FILE);
+    let next = file.with_extension("new");
+    fs::write(&next, generation.to_string())?;
+    fs::rename(&next, file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{IndividualError, check, with_host};
+    use keiki_protocol::guest::Individual;
+
+    #[test]
+    fn only_a_greater_generation_with_enough_entropy_is_taken() {
+        let order = Individual {
+            generation: 5,
+            entropy: vec![1; 64].into(),
+            hostname: "a-b.c".into(),
+            ..Individual::default()
+        };
+        assert!(check(&order, 4).is_ok());
+        assert!(matches!(check(&order, 5), Err(IndividualError::Generation { wanted: 5, current: 5 })));
+        let dry = Individual { entropy: vec![1; 63].into(), ..order.clone() };
+        assert!(matches!(check(&dry, 4), Err(IndividualError::Entropy(63))));
+        let odd = Individual { hostname: "a\nb".into(), ..order };
+        assert!(matches!(check(&odd, 4), Err(IndividualError::Hostname)));
+    }
+
+    #[test]
+    fn the_hosts_file_keeps_its_own_lines() {
+        let first = with_host(b"127.0.0.1 localhost\n1.2.3.4 x", "one").unwrap();
+        assert_eq!(first, b"127.0.0.1 localhost\n1.2.3.4 x\n127.0.1.1\tone\t# keiki\n");
+        assert_eq!(with_host(&first, "one"), None);
+        let second = with_host(&first, "two").unwrap();
+        assert_eq!(second, b"127.0.0.1 localhost\n1.2.3.4 x\n127.0.1.1\ttwo\t# keiki\n");
+    }
+}

@@ -1,0 +1,376 @@
+//! The RPCs: what the node asks, passed on to the parts that do it, and their errors as codes.
+
+use crate::{
+    cgroup,
+    exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
+    files::{self, FileError, Upload},
+    individual::{Identity, IndividualError},
+    log,
+};
+use bytes::Bytes;
+use futures::{Stream, stream};
+use keiki_protocol::guest::{
+    AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest,
+    FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk, InputReply,
+    ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest,
+    RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest,
+    SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event,
+    guest_server::Guest,
+};
+use rustix::time::{ClockId, clock_gettime};
+use std::{
+    fs, io,
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{
+    sync::{Mutex, OwnedRwLockWriteGuard, mpsc},
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+type Answer<T> = Result<Response<T>, Status>;
+type Events = Pin<Box<dyn Stream<Item = Result<ExecEvent, Status>> + Send>>;
+
+/// Pieces of a file between the connection and the thread that reads or writes it.
+const PIECES: usize = 4;
+const DEFAULT_FREEZE: Duration = Duration::from_secs(1);
+const MAX_GRACE: Duration = Duration::from_secs(60);
+
+/// The agent, shared by all connections.
+#[derive(Debug, Clone)]
+pub struct Agent {
+    execs: Arc<Execs>,
+    identity: Arc<Identity>,
+    /// Some while user work is frozen: the proof that no process is being made.
+    frozen: Arc<Mutex<Option<OwnedRwLockWriteGuard<()>>>>,
+}
+
+impl Agent {
+    /// With no command yet, of generation 0.
+    pub fn new(execs: Arc<Execs>) -> Self {
+        Self { execs, identity: Arc::default(), frozen: Arc::default() }
+    }
+
+    /// Which individual this machine is.
+    pub fn generation(&self) -> u64 {
+        self.identity.generation()
+    }
+}
+
+#[tonic::async_trait]
+impl Guest for Agent {
+    type ExecStream = Events;
+    type AttachStream = Events;
+    type ReadFileStream = ReceiverStream<Result<FileChunk, Status>>;
+
+    async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
+        let up = clock_gettime(ClockId::Boottime);
+        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let uptime = u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000;
+        Ok(Response::new(InfoReply {
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            generation: self.generation(),
+            uptime_ms: uptime,
+            boot_id: boot_id.trim_end().to_owned(),
+            user_frozen: self.frozen.lock().await.is_some(),
+            // Nothing is served before.
+            ready: true,
+        }))
+    }
+
+    async fn flush(&self, _: Request<FlushRequest>) -> Answer<FlushReply> {
+        let begin = Instant::now();
+        blocking(|| {
+            let root = fs::File::open("/").map_err(|error| failed("flush", &error))?;
+            rustix::fs::syncfs(&root).map_err(|error| failed("flush", &error.into()))
+        })
+        .await?;
+        Ok(Response::new(FlushReply { micros: micros(begin) }))
+    }
+
+    async fn freeze_user(&self, request: Request<FreezeUserRequest>) -> Answer<FreezeUserReply> {
+        let begin = Instant::now();
+        let limit = match request.into_inner().timeout_ms {
+            0 => DEFAULT_FREEZE,
+            ms => Duration::from_millis(ms.into()),
+        };
+        let late = || Status::deadline_exceeded(format!("user work did not stand still in {} ms", limit.as_millis()));
+        let mut frozen = self.frozen.lock().await;
+        if frozen.is_none() {
+            let guard = timeout(limit, self.execs.hold()).await.map_err(|_| late())?;
+            let left = limit.saturating_sub(begin.elapsed());
+            cgroup::freeze_user(left).await.map_err(|error| match error.kind() {
+                io::ErrorKind::TimedOut => late(),
+                _ => failed("freeze", &error),
+            })?;
+            *frozen = Some(guard);
+        }
+        Ok(Response::new(FreezeUserReply { micros: micros(begin) }))
+    }
+
+    async fn thaw_user(&self, _: Request<ThawUserRequest>) -> Answer<ThawUserReply> {
+        let begin = Instant::now();
+        let mut frozen = self.frozen.lock().await;
+        cgroup::thaw_user().map_err(|error| failed("thaw", &error))?;
+        *frozen = None;
+        Ok(Response::new(ThawUserReply { micros: micros(begin) }))
+    }
+
+    async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
+        let (identity, order) = (self.identity.clone(), request.into_inner());
+        let ack = blocking(move || {
+            identity.become_new(&order).map_err(|error| match error {
+                IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
+                IndividualError::Entropy(_) | IndividualError::Hostname => Status::invalid_argument(error.to_string()),
+                IndividualError::Step(..) => Status::internal(log::chain(&error)),
+            })
+        });
+        Ok(Response::new(ack.await?))
+    }
+
+    async fn exec(&self, request: Request<ExecSpec>) -> Answer<Events> {
+        let events: Events = match self.execs.launch(request.into_inner()).await.map_err(exec_status)? {
+            Launched::Running(reader) => follow(reader),
+            Launched::Refused(exit) => Box::pin(stream::iter([Ok(event(Event::Exit(exit)))])),
+        };
+        Ok(Response::new(events))
+    }
+
+    async fn attach(&self, request: Request<AttachRequest>) -> Answer<Events> {
+        let AttachRequest { id, stdout_offset, stderr_offset } = request.into_inner();
+        let reader = self.execs.attach(&id, stdout_offset, stderr_offset).map_err(exec_status)?;
+        Ok(Response::new(follow(reader)))
+    }
+
+    async fn input(&self, request: Request<Streaming<InputChunk>>) -> Answer<InputReply> {
+        let mut chunks = request.into_inner();
+        let (mut id, mut accepted) = (String::new(), 0u64);
+        while let Some(chunk) = chunks.message().await? {
+            if id.is_empty() {
+                id = chunk.id;
+            }
+            let taken = match chunk.data.is_empty() {
+                true => 0,
+                false => self.execs.input(&id, &chunk.data).await.map_err(exec_status)?,
+            };
+            accepted += taken as u64;
+            if chunk.eof {
+                self.execs.end_input(&id).await.map_err(exec_status)?;
+            }
+            if chunk.eof || taken < chunk.data.len() {
+                break;
+            }
+        }
+        Ok(Response::new(InputReply { accepted }))
+    }
+
+    async fn signal(&self, request: Request<SignalRequest>) -> Answer<SignalReply> {
+        let SignalRequest { id, signal, whole_group } = request.into_inner();
+        self.execs.signal(&id, signal, whole_group).map_err(exec_status)?;
+        Ok(Response::new(SignalReply {}))
+    }
+
+    async fn resize(&self, request: Request<ResizeRequest>) -> Answer<ResizeReply> {
+        let ResizeRequest { id, pty } = request.into_inner();
+        self.execs.resize(&id, &pty.unwrap_or(Pty { cols: 0, rows: 0 })).map_err(exec_status)?;
+        Ok(Response::new(ResizeReply {}))
+    }
+
+    async fn list_execs(&self, _: Request<ListExecsRequest>) -> Answer<ListExecsReply> {
+        Ok(Response::new(ListExecsReply { execs: self.execs.list() }))
+    }
+
+    async fn read_file(&self, request: Request<ReadFileRequest>) -> Answer<Self::ReadFileStream> {
+        let ReadFileRequest { path, offset, limit } = request.into_inner();
+        files::absolute(&path).map_err(file_status)?;
+        let (sender, receiver) = mpsc::channel(PIECES);
+        spawn_blocking(move || {
+            let result = files::absolute(&path)
+                .and_then(|path| files::read(path, offset, limit, |chunk| sender.blocking_send(Ok(chunk)).is_ok()));
+            if let Err(error) = result {
+                // Nobody listens any more if this fails.
+                let _ = sender.blocking_send(Err(file_status(error)));
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn write_file(&self, request: Request<Streaming<WriteChunk>>) -> Answer<WriteReply> {
+        let mut chunks = request.into_inner();
+        let Some(first) = chunks.message().await? else {
+            return Err(Status::invalid_argument("the first chunk must name the file"));
+        };
+        let header = first.header.ok_or_else(|| Status::invalid_argument("the first chunk must name the file"))?;
+        // A piece and whether it is the last. The sender's end without a last one is a broken transfer.
+        let (sender, mut receiver) = mpsc::channel::<(Bytes, bool)>(PIECES);
+        let writer = spawn_blocking(move || {
+            let mut upload = Upload::begin(&header)?;
+            while let Some((data, commit)) = receiver.blocking_recv() {
+                upload.write(&data)?;
+                if commit {
+                    return upload.commit();
+                }
+            }
+            Err(FileError::CutOff)
+        });
+        let mut next = Some((first.data, first.commit));
+        while let Some((data, commit)) = next {
+            // The writer has given up if this fails, and says why.
+            if sender.send((data, commit)).await.is_err() || commit {
+                break;
+            }
+            next = chunks.message().await?.map(|chunk| (chunk.data, chunk.commit));
+        }
+        drop(sender);
+        let bytes = writer.await.map_err(lost)?.map_err(file_status)?;
+        Ok(Response::new(WriteReply { bytes }))
+    }
+
+    async fn list_dir(&self, request: Request<PathRequest>) -> Answer<ListDirReply> {
+        let path = request.into_inner().path;
+        file_work(move || files::list(files::absolute(&path)?).map(|entries| ListDirReply { entries })).await
+    }
+
+    async fn stat(&self, request: Request<PathRequest>) -> Answer<Entry> {
+        let path = request.into_inner().path;
+        file_work(move || files::stat(files::absolute(&path)?)).await
+    }
+
+    async fn mkdir(&self, request: Request<MkdirRequest>) -> Answer<Done> {
+        let MkdirRequest { path, parents, mode } = request.into_inner();
+        file_work(move || files::mkdir(files::absolute(&path)?, parents, mode).map(done)).await
+    }
+
+    async fn rename(&self, request: Request<RenameRequest>) -> Answer<Done> {
+        let RenameRequest { from, to } = request.into_inner();
+        file_work(move || files::rename(files::absolute(&from)?, files::absolute(&to)?).map(done)).await
+    }
+
+    async fn remove(&self, request: Request<RemoveRequest>) -> Answer<Done> {
+        let RemoveRequest { path, recursive } = request.into_inner();
+        file_work(move || files::remove(files::absolute(&path)?, recursive).map(done)).await
+    }
+
+    async fn chmod(&self, request: Request<ChmodRequest>) -> Answer<Done> {
+        let ChmodRequest { path, mode } = request.into_inner();
+        file_work(move || files::chmod(files::absolute(&path)?, mode).map(done)).await
+    }
+
+    async fn symlink(&self, request: Request<SymlinkRequest>) -> Answer<Done> {
+        let SymlinkRequest { target, link } = request.into_inner();
+        file_work(move || files::symlink(&target, files::absolute(&link)?).map(done)).await
+    }
+
+    async fn shutdown(&self, request: Request<ShutdownRequest>) -> Answer<Done> {
+        let grace = Duration::from_millis(request.into_inner().grace_ms.into()).min(MAX_GRACE);
+        let agent = self.clone();
+        tokio::spawn(async move {
+            // Let the answer leave first, and frozen work hear the signal.
+            sleep(Duration::from_millis(20)).await;
+            let _ = cgroup::thaw_user();
+            *agent.frozen.lock().await = None;
+            end_user_work(grace).await;
+            power_off();
+        });
+        Ok(Response::new(Done {}))
+    }
+}
+
+/// Ends the machine.
+pub fn power_off() {
+    rustix::fs::sync();
+    for how in [rustix::system::RebootCommand::PowerOff, rustix::system::RebootCommand::Restart] {
+        // Returns only if it failed.
+        if let Err(error) = rustix::system::reboot(how) {
+            log::line(&format!("power off: {error}"));
+        }
+    }
+}
+
+fn follow(reader: Reader) -> Events {
+    Box::pin(stream::unfold(reader, |mut reader| async move {
+        let event = reader.next().await?;
+        Some((event, reader))
+    }))
+}
+
+fn done((): ()) -> Done {
+    Done {}
+}
+
+fn micros(begin: Instant) -> u64 {
+    u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Runs what may block on a thread made for that.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Status> + Send + 'static,
+) -> Result<T, Status> {
+    spawn_blocking(work).await.map_err(lost)?
+}
+
+async fn file_work<T: Send + 'static>(work: impl FnOnce() -> Result<T, FileError> + Send + 'static) -> Answer<T> {
+    blocking(|| work().map_err(file_status)).await.map(Response::new)
+}
+
+fn lost(error: tokio::task::JoinError) -> Status {
+    Status::internal(format!("the agent failed: {error}"))
+}
+
+fn failed(what: &str, error: &io::Error) -> Status {
+    Status::internal(format!("{what}: {error}"))
+}
+
+fn exec_status(error: ExecError) -> Status {
+    let code = match &error {
+        ExecError::Invalid(_) => Code::InvalidArgument,
+        ExecError::Unknown(_) => Code::NotFound,
+        ExecError::Exists(_) => Code::AlreadyExists,
+        ExecError::TooMany => Code::ResourceExhausted,
+        ExecError::Ended | ExecError::Without(_) => Code::FailedPrecondition,
+        ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
+        ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,
+    };
+    Status::new(code, log::chain(&error))
+}
+
+fn file_status(error: FileError) -> Status {
+    let code = match &error {
+        FileError::Invalid(_) => Code::InvalidArgument,
+        FileError::TooLarge(_) => Code::ResourceExhausted,
+        FileError::CutOff => Code::Aborted,
+        FileError::System { error, .. } => match error.raw_os_error() {
+            Some(libc::ENOENT) => Code::NotFound,
+            Some(libc::EEXIST) => Code::AlreadyExists,
+            Some(libc::EACCES | libc::EPERM) => Code::PermissionDenied,
+            Some(libc::ENOTDIR | libc::EISDIR | libc::ENAMETOOLONG | libc::EINVAL | libc::ELOOP | libc::EXDEV) => {
+                Code::InvalidArgument
+            }
+            Some(libc::ENOSPC | libc::EDQUOT) => Code::ResourceExhausted,
+            Some(libc::ENOTEMPTY | libc::EBUSY | libc::EROFS | libc::ETXTBSY) => Code::FailedPrecondition,
+            _ => Code::Internal,
+        },
+    };
+    Status::new(code, error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::file_status;
+    use crate::files;
+    use std::path::Path;
+    use tonic::Code;
+
+    #[test]
+    fn system_errors_become_their_codes() {
+        let code = |path: &str| file_status(files::list(Path::new(path)).unwrap_err()).code();
+        assert_eq!(code("/no/such"), Code::NotFound);
+        assert_eq!(code("/etc/passwd"), Code::InvalidArgument);
+        assert_eq!(code(&format!("/{}", "x".repeat(300))), Code::InvalidArgument);
+    }
+}
