@@ -40,9 +40,9 @@ const MIN_DISK_MIB: u32 = 512;
 /// The template every node has.
 pub const BASE: TemplateSpec = TemplateSpec {
     name: "base",
-    description: "Debian 12 slim with Python 3, git and CA certificates",
+    description: "Debian 12 slim with Python 3, git, CA certificates and process tools",
     shape: Shape { vcpus: 1, memory_mib: 256, disk_mib: 2048 },
-    packages: &["python3", "git", "ca-certificates", "netbase"],
+    packages: &["python3", "git", "ca-certificates", "netbase", "procps"],
 };
 
 static TEMPLATES: [TemplateSpec; 1] = [BASE];
