@@ -183,7 +183,7 @@ pub(super) async fn build(
 fn log_line(line: &str) -> Bytes {
     let ends = |c: char| c.is_control() && c != '\t' || matches!(c, '\u{2028}' | '\u{2029}');
     let line = line.trim_end_matches(['\r', '\n']).replace(ends, " ");
-    let mark = if line == "end" { " " } else { "" };
+    let mark = if line.trim() == "end" { "." } else { "" };
     format!("data: {line}{mark}\n\n").into()
 }
 
@@ -220,6 +220,7 @@ mod tests {
     #[test]
     fn a_build_line_is_one_event_and_never_the_end() {
         assert_eq!(log_line("a\u{2028}b\x0bc\td\r\n"), "data: a b c\td\n\n");
-        assert_eq!(log_line("end"), "data: end \n\n");
+        assert_eq!(log_line("end"), "data: end.\n\n");
+        assert_eq!(log_line(" end\n"), "data:  end.\n\n");
     }
 }

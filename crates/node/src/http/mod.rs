@@ -1,9 +1,9 @@
 //! `/v1` over HTTP.
 //!
-//! A thin layer: a request becomes a typed value ([`extract`]), the value one call of the node ([`api`]), the
+//! A thin layer: a request becomes a typed value (`extract`), the value one call of the node (`api`), the
 //! result a body of `keiki_types::api`. Nothing is decided here that a caller without HTTP would need too. What is
-//! HTTP's own is here: the error envelope ([`errors`]), ids and log lines of requests and their keys ([`request`]),
-//! streams ([`sse`], [`pty`], [`files`]), the document ([`document`]), and the listener's limits ([`serve`]).
+//! HTTP's own is here: the error envelope (`errors`), ids and log lines of requests and their keys (`request`),
+//! streams (`sse`, `pty`, `files`), the document (`document`), and the listener's limits (`serve`).
 //!
 //! ```text
 //! listener ─ limits ─ observe: id, one log line, envelope ─ authorize: key ─ handler ─ Api (the node)
@@ -53,7 +53,7 @@ impl App {
     }
 }
 
-/// All routes of a node, for a server of one's own; [`serve`] is one with limits.
+/// All routes of a node, for a server of one's own; [`serve()`] is one with limits.
 pub fn router(node: Node) -> Router {
     routes(App::new(Arc::new(node)))
 }

@@ -1,14 +1,14 @@
 //! The listener: connections with bounds on everything a client can hold open.
 //!
-//! A request's head must arrive whole in [`HEAD_TIME`] and [`HEAD_BYTES`]; the same time ends an idle kept-alive
+//! A request's head must arrive whole in [`Limits::head`] and [`HEAD_BYTES`]; the same time ends an idle kept-alive
 //! connection. Bodies have their own limits where they are read. A peer that vanished without a word is found by
 //! TCP keep-alive, so that a command without a timeout does not run on for nobody.
 
 use super::{App, routes};
 use crate::Node;
+use hyper::server::conn::http1;
 use hyper_util::{
-    rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::{conn::auto, graceful::GracefulShutdown},
+    rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
 use std::{io, sync::Arc, time::Duration};
@@ -18,31 +18,45 @@ use tokio::{
     task::JoinSet,
 };
 
-/// How long a request's head may take.
-const HEAD_TIME: Duration = Duration::from_secs(60);
 /// How large it may be.
 const HEAD_BYTES: usize = 64 << 10;
 /// Connections served at once; more wait to be accepted.
 const CONNECTIONS: usize = 4096;
-/// How long requests may take to end when the node stops.
-const GRACE: Duration = Duration::from_secs(5);
+/// Times that a client is given.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// How long a request's head may take.
+    pub head: Duration,
+    /// How long requests may take to end when the node stops.
+    pub grace: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { head: Duration::from_secs(60), grace: Duration::from_secs(5) }
+    }
+}
 
 /// Serves `/v1` until `shutdown` resolves, then lets running requests end for a few seconds.
 ///
 /// # Errors
 /// If the listener cannot be used.
 pub async fn serve(node: Node, listener: TcpListener, shutdown: impl Future) -> io::Result<()> {
-    serve_app(App::new(Arc::new(node)), listener, shutdown).await
+    serve_app(App::new(Arc::new(node)), listener, shutdown, Limits::default()).await
 }
 
-pub(super) async fn serve_app(app: App, listener: TcpListener, shutdown: impl Future) -> io::Result<()> {
+pub(super) async fn serve_app(
+    app: App,
+    listener: TcpListener,
+    shutdown: impl Future,
+    limits: Limits,
+) -> io::Result<()> {
     listener.local_addr()?;
     let closing = app.closing.clone();
     let service = TowerToHyperService::new(routes(app));
-    let mut builder = auto::Builder::new(TokioExecutor::new()).http1_only();
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(HEAD_BYTES);
-    let builder = Arc::new(builder);
-    let graceful = GracefulShutdown::new();
+    // Not hyper-util's automatic builder: it waits for the first bytes, to tell the versions apart, without a limit.
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(HEAD_BYTES);
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     let mut connections = JoinSet::new();
     tokio::pin!(shutdown);
@@ -53,10 +67,18 @@ pub(super) async fn serve_app(app: App, listener: TcpListener, shutdown: impl Fu
             _ = &mut shutdown => break,
         };
         let Some((stream, place)) = accepted else { continue };
-        let (builder, service, watcher) = (builder.clone(), service.clone(), graceful.watcher());
+        let connection = builder.serve_connection(TokioIo::new(stream), service.clone()).with_upgrades();
+        let closing = closing.clone();
         connections.spawn(async move {
-            let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
-            if let Err(error) = watcher.watch(connection.into_owned()).await {
+            tokio::pin!(connection);
+            let ended = tokio::select! {
+                ended = &mut connection => ended,
+                () = closing.cancelled() => {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
+            };
+            if let Err(error) = ended {
                 tracing::debug!("a connection ended: {error}");
             }
             drop(place);
@@ -64,8 +86,9 @@ pub(super) async fn serve_app(app: App, listener: TcpListener, shutdown: impl Fu
     }
     drop(listener);
     closing.cancel();
-    if tokio::time::timeout(GRACE, graceful.shutdown()).await.is_err() {
-        tracing::warn!("requests were cut off: they did not end within {} s", GRACE.as_secs());
+    let all = async { while connections.join_next().await.is_some() {} };
+    if tokio::time::timeout(limits.grace, all).await.is_err() {
+        tracing::warn!("requests were cut off: they did not end within {:?}", limits.grace);
     }
     connections.shutdown().await;
     Ok(())

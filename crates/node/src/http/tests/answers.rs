@@ -338,7 +338,7 @@ async fn logs_are_text_or_events() {
     assert_eq!(answer.text(), "hello é\nworld\n");
     assert_eq!(ask(&twin(), "GET /v1/sandboxes/{id}/logs?stream=stderr", "").await.text(), "");
     let answer = ask(&twin(), "GET /v1/templates/builds/b/logs?follow=1", "").await;
-    assert_eq!(answer.text(), "data: one\n\ndata: end \n\ndata: end\n\n");
+    assert_eq!(answer.text(), "data: one\n\ndata: end.\n\ndata: end\n\n");
     // Without follow it does not wait for the end.
     let answer = ask(&twin(), "GET /v1/templates/builds/slow/logs", "").await;
     assert_eq!(answer.text(), "data: one\n\ndata: end\n\n");

@@ -1,7 +1,10 @@
 //! Over a real socket: what depends on connections.
 
 use super::twin::{Twin, the_sandbox};
-use crate::http::{App, serve::serve_app};
+use crate::http::{
+    App,
+    serve::{Limits, serve_app},
+};
 use futures::{SinkExt, StreamExt};
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -27,11 +30,15 @@ struct Server {
 
 impl Server {
     async fn start() -> Self {
+        Self::start_with(Limits::default()).await
+    }
+
+    async fn start_with(limits: Limits) -> Self {
         let twin = Arc::new(Twin::default());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel::<()>();
-        let served = tokio::spawn(serve_app(App::new(twin.clone()), listener, stopped));
+        let served = tokio::spawn(serve_app(App::new(twin.clone()), listener, stopped, limits));
         Self { twin, address, stop, served }
     }
 
@@ -163,17 +170,49 @@ async fn a_head_without_bound_is_refused() {
 }
 
 #[tokio::test]
-async fn stopping_is_bounded_and_ends_what_runs() {
+async fn a_head_that_does_not_come_is_not_waited_for() {
+    let server = Server::start_with(Limits { head: Duration::from_millis(200), ..Limits::default() }).await;
+    for sent in ["", "GET /healthz HT", "GET /healthz HTTP/1.1\r\nHost: x\r\n"] {
+        let mut stream = server.connect().await;
+        stream.write_all(sent.as_bytes()).await.unwrap();
+        let mut rest = Vec::new();
+        timeout(LONG, stream.read_to_end(&mut rest)).await.unwrap_or_else(|_| panic!("{sent:?}")).unwrap();
+    }
+    // An answer that takes longer than a head may is not cut off.
+    let mut stream = server.send("POST /v1/sandboxes/{id}/exec/stream", r#"{"cmd":"cat"}"#).await;
+    let mut rest = Vec::new();
+    assert!(timeout(Duration::from_millis(600), stream.read_to_end(&mut rest)).await.is_err());
+}
+
+#[tokio::test]
+async fn one_connection_carries_many_requests() {
     let server = Server::start().await;
+    let mut stream = server.connect().await;
+    for (line, end) in [
+        ("GET /v1/sandboxes HTTP/1.1", "]}"),
+        ("GET /v1/sandboxes/x HTTP/1.1", "no sandbox x\"}"),
+        ("POST /v1/sandboxes HTTP/1.1\r\nContent-Length: 0", "qemu\"}"),
+        ("PUT /healthz HTTP/1.1", "has\"}"),
+        ("GET /healthz HTTP/1.1", "ok\"}"),
+    ] {
+        stream.write_all(format!("{line}\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();
+        let text = read_until(&mut stream, end).await;
+        assert!(text.contains("content-length: "), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn stopping_is_bounded_and_ends_what_runs() {
+    let server = Server::start_with(Limits { grace: Duration::from_millis(500), ..Limits::default() }).await;
     let mut log = server.send("GET /v1/sandboxes/{id}/logs?follow=true", "").await;
     read_until(&mut log, "world").await;
     let _command = server.send("POST /v1/sandboxes/{id}/exec", r#"{"cmd":"cat"}"#).await;
     server.sessions_become(1).await;
     let begun = Instant::now();
     server.stop.send(()).unwrap();
-    // A log that is followed ends at once and properly.
+    // A log that is followed ends properly.
     read_until(&mut log, "0\r\n\r\n").await;
-    assert!(begun.elapsed() < Duration::from_secs(3));
     timeout(LONG, server.served).await.unwrap().unwrap().unwrap();
+    assert!(begun.elapsed() >= Duration::from_millis(500), "the command had its grace");
     assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
 }
