@@ -238,7 +238,9 @@ mod tests {
         assert_eq!(found(&exe).unwrap(), dir.path().join("bin/keiki-guest"));
         fs::write(dir.path().join("lib/keiki/keiki-guest"), "").unwrap();
         assert_eq!(found(&exe).unwrap(), dir.path().join("bin/../lib/keiki/keiki-guest"));
-        assert!(found(&dir.path().join("lib/keiki")).unwrap_err().to_string().contains("--guest-binary"));
+        assert!(
+            found(&dir.path().join("other/bin/keiki")).unwrap_err().to_string().contains("--guest-binary")
+        );
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl Parser {
     }
 
     /// The next whole event, if there is one.
-    pub fn next(&mut self) -> Option<Event> {
+    pub fn pop(&mut self) -> Option<Event> {
         self.ready.pop_front()
     }
 
@@ -86,7 +86,7 @@ pub(crate) fn events(
     let state = (body.boxed(), Parser::default());
     futures::stream::try_unfold(state, |(mut body, mut parser)| async move {
         loop {
-            if let Some(event) = parser.next() {
+            if let Some(event) = parser.pop() {
                 return Ok(Some((event, (body, parser))));
             }
             match body.next().await {
@@ -108,7 +108,7 @@ mod tests {
         let mut events = Vec::new();
         for piece in pieces {
             parser.push(piece).unwrap();
-            events.extend(std::iter::from_fn(|| parser.next()));
+            events.extend(std::iter::from_fn(|| parser.pop()));
         }
         events
     }
