@@ -9,6 +9,7 @@ use keiki_client::EngineKind;
 use serde::Deserialize;
 use std::{
     io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -43,6 +44,27 @@ pub struct NodeArgs {
     /// The guest agent's binary [default: beside this program or in ../lib/keiki]
     #[arg(long, value_name = "FILE")]
     pub guest_binary: Option<PathBuf>,
+    /// Where kernels and root disks made from packages are kept [default: in the data directory]
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
+    /// Size of the store's own file system, where one has to be made [default: half of what is free, 4 to 64]
+    #[arg(long, value_name = "GIB")]
+    pub store_gib: Option<u64>,
+    /// RAM that sandboxes may use together [default: nine tenths of the host's]
+    #[arg(long, value_name = "MIB")]
+    pub memory_limit_mib: Option<u64>,
+    /// Monitors started ahead for each template [default: 2]
+    #[arg(long, value_name = "N")]
+    pub seats_ahead: Option<usize>,
+    /// Private network that sandboxes may reach, as a CIDR; may be given several times
+    #[arg(long, value_name = "NETWORK")]
+    pub egress_allow: Vec<String>,
+    /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
+    #[arg(long, value_name = "ADDRESS")]
+    pub dns: Vec<SocketAddr>,
+    /// End all sandboxes and unmount the store when the node stops
+    #[arg(long)]
+    pub ephemeral: bool,
     /// How the log is written [default: text]
     #[arg(long, value_enum)]
     pub log_format: Option<LogFormat>,
@@ -82,6 +104,13 @@ struct File {
     engine: Option<Engine>,
     slot_range: Option<String>,
     guest_binary: Option<PathBuf>,
+    cache_dir: Option<PathBuf>,
+    store_gib: Option<u64>,
+    memory_limit_mib: Option<u64>,
+    seats_ahead: Option<usize>,
+    egress_allow: Option<Vec<String>>,
+    dns: Option<Vec<SocketAddr>>,
+    ephemeral: Option<bool>,
     log_format: Option<LogFormat>,
 }
 
@@ -132,10 +161,22 @@ impl NodeArgs {
             }),
             slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
             guest_binary,
+            cache_dir: self.cache_dir.or(file.cache_dir).or(defaults.cache_dir),
+            store_gib: self.store_gib.or(file.store_gib).or(defaults.store_gib),
+            memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
+            seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
+            egress_allow: listed(self.egress_allow, file.egress_allow, defaults.egress_allow),
+            dns: listed(self.dns, file.dns, defaults.dns),
+            ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
         };
         let log_format = need("log_format", self.log_format, file.log_format, defaults.log_format)?;
         Ok(Resolved { node, log_format, port_file: self.port_file })
     }
+}
+
+/// A list that was typed replaces the file's.
+fn listed<T>(typed: Vec<T>, file: Option<Vec<T>>, default: Option<Vec<T>>) -> Vec<T> {
+    if typed.is_empty() { file.or(default).unwrap_or_default() } else { typed }
 }
 
 /// The named file must be there; the system's may be.
@@ -190,7 +231,8 @@ mod tests {
         assert_eq!(defaults.listen.as_deref(), Some("127.0.0.1:7777"));
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
-        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary log_format";
+        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary log_format cache_dir store_gib \
+                    memory_limit_mib seats_ahead egress_allow dns ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {

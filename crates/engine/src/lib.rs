@@ -173,6 +173,7 @@ pub trait Seat: Send + Sync {
     /// Still waiting?
     fn is_alive(&self) -> bool;
 
+    fn into_any(self: Box<Self>) -> Box<dyn std::any::Any + Send>;
     /// Ends the process and removes what the engine put into its resources.
     async fn cancel(self: Box<Self>);
 }

@@ -32,7 +32,7 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
         write_port(path, address.port())?;
     }
     out.line(&format!("keiki node listening on http://{address}"))?;
-    let served = serve(node.clone(), listener, shutdown()).await;
+    let served = keiki_node::http::serve(node.clone(), listener, shutdown()).await;
     node.stop().await;
     if let Some(path) = &port_file {
         let _ = std::fs::remove_file(path);
@@ -40,17 +40,6 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
     served.map_err(io_error("serving"))?;
     tracing::info!("stopped; running sandboxes go on");
     Ok(ExitCode::Success as i32)
-}
-
-/// The one call into the HTTP layer.
-async fn serve(
-    node: Node,
-    listener: TcpListener,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-) -> io::Result<()> {
-    // keiki_node::http::serve(node, listener, shutdown).await
-    let _ = (node, listener, shutdown);
-    Err(io::Error::other("this build has no HTTP layer"))
 }
 
 async fn shutdown() {
