@@ -3,6 +3,7 @@
 use crate::{
     cidr::{Cidr, NodeTag, Range},
     error::{Error, Result},
+    netfilter,
     netlink::Net,
     rules,
     slot::{self, Plan},
@@ -60,6 +61,20 @@ pub(crate) async fn prepare(
         tracing::warn!(error = &error as &dyn std::error::Error, "the host's side was left half made");
     }
     opened
+}
+
+/// Puts back what others took away: a firewall's restart flushes all tables, a new default route may leave by a
+/// link that does not forward. Cheap where nothing is missing.
+pub(crate) async fn mend(plan: &Plan, net: &Net) -> Result<()> {
+    let there = netfilter::has_table(&plan.tag.table()).map_err(Error::io("look for the node's rules"))?;
+    if !there {
+        tracing::warn!(tag = %plan.tag, "the node's firewall rules were gone; making them again");
+        apply(plan, rules::host(&plan.tag, plan.range, &plan.egress)).await?;
+    }
+    match net.exit().await? {
+        Some(exit) => slot::forward(&exit.link),
+        None => Ok(()),
+    }
 }
 
 async fn open(plan: &Plan, net: &Net) -> Result<()> {

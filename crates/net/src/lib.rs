@@ -13,14 +13,20 @@
 //! - Names follow from the node's tag and the slot's index, so that a node finds what an earlier run of it left
 //!   without having written anything down; an unreachable route claims its range against other nodes.
 //!
+//! What it does to the host: one nftables table `keiki_TAG` (made again when another firewall flushes it), the
+//! claim route, one link per slot, and `net.ipv4.conf.LINK.forwarding=1` for those links and for the link of the
+//! default route. The last stays on when the node stops: another node may need it. The global `ip_forward` is not
+//! touched, so a host between other networks does not become a router for them. Networks allowed by an
+//! [`EgressPolicy`] that lie behind another link need forwarding there too, by whoever manages that link.
+//!
 //! Everything is netlink but the rulesets, which `nft` applies while a slot is built ahead.
 
 mod check;
 mod cidr;
-mod conntrack;
 mod dns;
 mod error;
 mod host;
+mod netfilter;
 mod netlink;
 mod rules;
 mod slot;

@@ -10,8 +10,8 @@
 
 use crate::{
     cidr::{NodeTag, Range},
-    conntrack,
     error::{Error, Result},
+    netfilter,
     netlink::Net,
     rules::{self, EgressPolicy, UPLINK},
 };
@@ -145,7 +145,7 @@ impl Plan {
         let (name, outside) = (self.tag.netns(index), self.range.slot_end(index));
         tokio::task::spawn_blocking(move || {
             netns::remove(&name).map_err(Error::io(format!("remove the namespace {name}")))?;
-            conntrack::forget(outside)
+            netfilter::forget(outside)
                 .map_err(Error::io("remove the slot's entries from the connection table"))
         })
         .await

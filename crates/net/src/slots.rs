@@ -20,13 +20,15 @@ use std::{
 };
 use tokio::{
     sync::{Notify, Semaphore, oneshot},
-    task::JoinHandle,
+    task::JoinSet,
 };
 
 /// Slots built at once: more would only wait for the kernel's network lock.
 const BUILDERS: usize = 2;
 /// How long to wait after a failed build ahead.
 const RETRY: Duration = Duration::from_secs(5);
+/// How often to look whether the host's side is still in order.
+const MEND: Duration = Duration::from_secs(2);
 
 /// What a node's slots are to be.
 #[derive(Debug, Clone)]
@@ -50,7 +52,8 @@ pub struct SlotsConfig {
 #[derive(Debug)]
 pub struct Slots {
     inner: Arc<Inner>,
-    refill: JoinHandle<()>,
+    /// Ends with this.
+    background: Mutex<JoinSet<()>>,
 }
 
 /// A network home for one sandbox. Dropping it ends its name server but leaves its namespace, for
@@ -109,12 +112,6 @@ impl std::fmt::Debug for Inner {
     }
 }
 
-impl Drop for Slots {
-    fn drop(&mut self) {
-        self.refill.abort();
-    }
-}
-
 impl Slots {
     /// Prepares the host, removes what an earlier run of this node left and that is not `in_use`, and starts
     /// building ahead. Slots in use wait for [`Slots::adopt`]; nobody else gets their index.
@@ -139,8 +136,10 @@ impl Slots {
             builders: Semaphore::new(BUILDERS),
             _lock: lock,
         });
-        let refill = tokio::spawn(refill(Arc::clone(&inner)));
-        Ok(Self { inner, refill })
+        let mut background = JoinSet::new();
+        background.spawn(refill(Arc::clone(&inner)));
+        background.spawn(guard(Arc::clone(&inner)));
+        Ok(Self { inner, background: Mutex::new(background) })
     }
 
     /// A slot for a new sandbox: at once when one is ahead, else it is built now.
@@ -189,7 +188,9 @@ impl Slots {
     /// `keep` go on without a name server until the next start adopts them; slots that were taken and are
     /// neither kept nor given back are removed.
     pub async fn stop(&self, keep: &[u16]) {
-        self.refill.abort();
+        let mut background =
+            std::mem::take(&mut *self.background.lock().unwrap_or_else(PoisonError::into_inner));
+        background.shutdown().await;
         // Builds under way end by themselves, and their slots are in `used`; no other begins.
         let _all = self.inner.builders.acquire_many(BUILDERS as u32).await;
         self.inner.builders.close();
@@ -287,6 +288,21 @@ async fn refill(inner: Arc<Inner>) {
                 tokio::time::sleep(RETRY).await;
             }
         }
+    }
+}
+
+async fn guard(inner: Arc<Inner>) {
+    let mut failing = false;
+    loop {
+        tokio::time::sleep(MEND).await;
+        let mended = host::mend(&inner.plan, &inner.host).await;
+        // Said once, not every time.
+        if let Err(error) = &mended
+            && !failing
+        {
+            warn("the host's side of the slots could not be checked", error);
+        }
+        failing = mended.is_err();
     }
 }
 

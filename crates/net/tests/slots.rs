@@ -100,6 +100,16 @@ async fn policy_opens_and_closes_networks_but_never_the_host() -> Result<()> {
     assert_eq!(first.syn((two.outside(), 53), NEVER)?, Reply::Nothing);
     assert_eq!(received(&two.netns_path(), "up0")?, before, "a neighbour was reached");
     assert_eq!(second.udp((PRIVATE, PORT), b"x", SOON)?, Reply::Udp(format!("{HOST} 1").into()));
+
+    // Another firewall starts anew and flushes everything.
+    run(&format!("nft delete table inet keiki_{}", world.tag))?;
+    let clock = Instant::now();
+    while run(&format!("nft list table inet keiki_{}", world.tag)).is_err() {
+        ensure!(clock.elapsed() < Duration::from_secs(10), "the rules did not come back");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(first.syn((HOST, PORT), NEVER)?, Reply::Nothing);
+    assert_eq!(heard(first.udp((PRIVATE, PORT), b"again", SOON)?)?, format!("{HOST} 5"));
     slots.stop(&[]).await;
     Ok(())
 }

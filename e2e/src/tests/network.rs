@@ -29,6 +29,7 @@ impl Elsewhere {
             format!("link set kke2e1 netns {NETNS}"),
             "addr add 198.51.100.1/30 dev kke2e0".into(),
             "link set kke2e0 up".into(),
+            // Answers come in there and are passed on to the slots.
             format!("-n {NETNS} addr add {SERVER}/30 dev kke2e1"),
             format!("-n {NETNS} link set kke2e1 up"),
             format!("-n {NETNS} link set lo up"),

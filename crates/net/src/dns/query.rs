@@ -205,4 +205,24 @@ mod tests {
         assert!(sent.flags().dnssec_ok);
         assert_eq!(sent.max_payload(), MAX_UDP);
     }
+
+    proptest::proptest! {
+        #[test]
+        fn no_bytes_of_a_guest_or_a_resolver_panic(
+            bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..300),
+            at in 0usize..40,
+            with in proptest::num::u8::ANY,
+        ) {
+            let _ = Query::read(&bytes);
+            let mut near = question(RecordType::A).to_vec().unwrap();
+            let at = at % near.len();
+            near[at] = with;
+            if let Reading::Query(query) = Query::read(&near) {
+                let sent = query.upstream(1).unwrap();
+                proptest::prop_assert!(query.accept(1, sent).is_none(), "a question is no answer");
+                let _ = query.accept(1, bytes);
+                proptest::prop_assert!(query.failure().is_some() && query.truncated().is_some());
+            }
+        }
+    }
 }

@@ -20,7 +20,7 @@ use std::{
 };
 
 /// Network slots built ahead of use.
-const SLOTS_AHEAD: usize = 4;
+const SLOTS_AHEAD: usize = 8;
 
 impl Node {
     /// Starts a node on its directories.

@@ -1,4 +1,5 @@
-//! Making the host forget the flows of a slot, so that its next user starts without them.
+//! Two questions to the kernel's packet filter that need no `nft`: forget the flows of a slot, so that its next
+//! user starts without them; and, every few seconds, is the node's table still there?
 
 use rustix::{
     fd::OwnedFd,
@@ -25,17 +26,43 @@ const NESTED: u16 = 1 << 15;
 const REQUEST_ACK: u16 = 1 | 4;
 const NLMSG_ERROR: u16 = 2;
 
+const GET_TABLE: u16 = 10 << 8 | 1;
+const TABLE_NAME: u16 = 1;
+const FAMILY_INET: u8 = 1;
+const FAMILY_IPV4: u8 = 2;
+
 /// Removes all IPv4 flows that `source` opened from the connection table of the calling thread's namespace.
 pub(crate) fn forget(source: Ipv4Addr) -> io::Result<()> {
+    match ask(&forget_request(source)) {
+        // No flow matched.
+        Err(Errno::NOENT) => Ok(()),
+        // Kernels before 6.8 cannot select by address when they delete. What stays is harmless: the next user's
+        // namespace knows none of these flows and drops what belongs to them.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
+        done => Ok(done?),
+    }
+}
+
+/// Is there an `inet` table called `name` in the calling thread's namespace?
+pub(crate) fn has_table(name: &str) -> io::Result<bool> {
+    let name = attribute(TABLE_NAME, &[name.as_bytes(), &[0]].concat());
+    match ask(&message(GET_TABLE, FAMILY_INET, &name)) {
+        Ok(()) => Ok(true),
+        Err(Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Sends a request and reads its first answer.
+fn ask(request: &[u8]) -> Result<(), Errno> {
     let socket = open()?;
-    let kernel = netlink::SocketAddrNetlink::new(0, 0);
-    sendto(&socket, &request(source), SendFlags::empty(), &kernel)?;
+    sendto(&socket, request, SendFlags::empty(), &netlink::SocketAddrNetlink::new(0, 0))?;
     let mut reply = [0u8; 1024];
     let (got, _) = recv(&socket, &mut reply[..], RecvFlags::empty())?;
     answer(reply.get(..got).unwrap_or_default())
 }
 
-fn open() -> io::Result<OwnedFd> {
+fn open() -> Result<OwnedFd, Errno> {
     let socket =
         socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, Some(netlink::NETFILTER))?;
     bind(&socket, &netlink::SocketAddrNetlink::new(0, 0))?;
@@ -43,7 +70,7 @@ fn open() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-fn request(source: Ipv4Addr) -> Vec<u8> {
+fn forget_request(source: Ipv4Addr) -> Vec<u8> {
     let address = attribute(IP_V4_SRC, &source.octets());
     let tuple = attribute(TUPLE_ORIG | NESTED, &attribute(TUPLE_IP | NESTED, &address));
     let filter = attribute(
@@ -54,12 +81,16 @@ fn request(source: Ipv4Addr) -> Vec<u8> {
         ]
         .concat(),
     );
+    message(CT_DELETE, FAMILY_IPV4, &[tuple, filter].concat())
+}
+
+fn message(kind: u16, family: u8, attributes: &[u8]) -> Vec<u8> {
     // struct nfgenmsg: family, version, resource id.
-    let body = [&[rustix::net::AddressFamily::INET.as_raw() as u8, 0, 0, 0][..], &tuple, &filter].concat();
+    let body = [&[family, 0, 0, 0], attributes].concat();
     let length = (16 + body.len()) as u32;
     let mut message = Vec::with_capacity(length as usize);
     message.extend(length.to_ne_bytes());
-    message.extend(CT_DELETE.to_ne_bytes());
+    message.extend(kind.to_ne_bytes());
     message.extend(REQUEST_ACK.to_ne_bytes());
     message.extend(1u32.to_ne_bytes());
     message.extend(0u32.to_ne_bytes());
@@ -77,24 +108,15 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn answer(reply: &[u8]) -> io::Result<()> {
+/// Any answer that is not an error says yes.
+fn answer(reply: &[u8]) -> Result<(), Errno> {
     let field = |at: usize, len: usize| reply.get(at..at + len);
     let kind = field(4, 2).and_then(|bytes| bytes.try_into().ok()).map(u16::from_ne_bytes);
     let code = field(16, 4).and_then(|bytes| bytes.try_into().ok()).map(i32::from_ne_bytes);
     match (kind, code) {
-        (Some(NLMSG_ERROR), Some(0)) => Ok(()),
-        (Some(NLMSG_ERROR), Some(code)) => {
-            let error = io::Error::from_raw_os_error(-code);
-            match Errno::from_io_error(&error) {
-                // No flow matched.
-                Some(Errno::NOENT) => Ok(()),
-                // Kernels before 6.8 cannot select by address when they delete. What stays is harmless: the
-                // next user's namespace knows none of these flows and drops what belongs to them.
-                Some(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
-                _ => Err(error),
-            }
-        }
-        _ => Err(io::Error::from(io::ErrorKind::InvalidData)),
+        (None, _) | (_, None) => Err(Errno::BADMSG),
+        (Some(NLMSG_ERROR), Some(code)) if code != 0 => Err(Errno::from_raw_os_error(code.wrapping_neg())),
+        _ => Ok(()),
     }
 }
 
@@ -106,7 +128,7 @@ mod tests {
     fn attributes_are_padded_but_count_their_own_length() {
         assert_eq!(attribute(3, &[1]).len(), 8);
         assert_eq!(attribute(3, &[1])[..2], 5u16.to_ne_bytes());
-        assert_eq!(request(Ipv4Addr::LOCALHOST).len() % 4, 0);
+        assert_eq!(forget_request(Ipv4Addr::LOCALHOST).len() % 4, 0);
     }
 
     #[test]
