@@ -16,14 +16,7 @@ use tokio::{
 
 /// Copies `from` to `to`, or into it if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
-    let mut entry = copier.client.stat(copier.id, from).await?;
-    if entry.kind == "symlink" {
-        // Named by the user: what it points at is meant. A read follows it; a directory shows by its dot.
-        match copier.client.stat(copier.id, &join(from, ".")).await {
-            Ok(dir) if dir.is_dir => entry = dir,
-            _ => entry.kind = "file".into(),
-        }
-    }
+    let (source, entry) = follow(copier, from).await?;
     let to_dir = fs::metadata(to).await.is_ok_and(|meta| meta.is_dir());
     let slash = to.as_os_str().as_encoded_bytes().ends_with(b"/");
     let target = if to_dir || (slash && !entry.is_dir) {
@@ -37,12 +30,37 @@ pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(
         fs::create_dir_all(to).await.map_err(io_error(to.display().to_string()))?;
     }
     if entry.is_dir {
-        tree(copier, from, &target, mode_of(&entry)).await
+        tree(copier, &source, &target, mode_of(&entry)).await
     } else if entry.kind == "file" {
-        file(copier, from, &target, mode_of(&entry)).await
+        file(copier, &source, &target, mode_of(&entry)).await
     } else {
         Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
     }
+}
+
+/// As many symlinks in a row as Linux follows.
+const MAX_LINKS: usize = 40;
+
+/// What the user named, behind any symlinks: what they point at is meant.
+async fn follow(copier: &Copier, path: &str) -> Result<(String, FsEntry), Failure> {
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let entry = copier.client.stat(copier.id, &path).await?;
+        match &entry.target {
+            Some(target) if entry.kind == "symlink" => path = beside(&path, target),
+            _ => return Ok((path, entry)),
+        }
+    }
+    Err(Failure::Wrong(format!("{path:?}: too many symlinks")))
+}
+
+/// Where a symlink at `path` that says `target` points.
+fn beside(path: &str, target: &str) -> String {
+    if target.starts_with('/') {
+        return target.to_owned();
+    }
+    let dir = path.trim_end_matches('/').rsplit_once('/').map_or("", |(dir, _)| dir);
+    format!("{dir}/{target}")
 }
 
 /// Permission bits. A sandbox gives no file here the power of its owner: no set-id bits.
@@ -153,7 +171,7 @@ impl Drop for Unfinished<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{is_plain, make_dir};
+    use super::{beside, is_plain, make_dir};
 
     #[test]
     fn names_from_a_sandbox_stay_where_they_belong() {
@@ -163,6 +181,14 @@ mod tests {
         for bad in ["", ".", "..", "a/b", "/etc", "a\0"] {
             assert!(!is_plain(bad), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn symlinks_point_from_where_they_are() {
+        assert_eq!(beside("/a/l", "b c"), "/a/b c");
+        assert_eq!(beside("/a/l/", "../x"), "/a/../x");
+        assert_eq!(beside("/l", "b"), "/b");
+        assert_eq!(beside("/a/l", "/b"), "/b");
     }
 
     #[tokio::test]
