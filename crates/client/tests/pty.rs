@@ -27,6 +27,7 @@ async fn bytes_sizes_and_the_exit_code_travel() {
     let seen = Arc::clone(&asked);
     let server = tokio::spawn(async move {
         let (tcp, _) = listener.accept().await.unwrap();
+        #[allow(clippy::result_large_err)] // The callback's type is the library's.
         let look = |request: &Request, response: Response| {
             let key = request.headers()["authorization"].to_str().unwrap().to_owned();
             *seen.lock().unwrap() = format!("{} {key}", request.uri());
