@@ -1,6 +1,6 @@
 //! From a sandbox to here.
 
-use super::{Copier, base_name, join};
+use super::{Copier, base_name, follow, join};
 use crate::exit::{Failure, io_error};
 use futures::StreamExt;
 use keiki_client::api::FsEntry;
@@ -36,31 +36,6 @@ pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(
     } else {
         Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
     }
-}
-
-/// As many symlinks in a row as Linux follows.
-const MAX_LINKS: usize = 40;
-
-/// What the user named, behind any symlinks: what they point at is meant.
-async fn follow(copier: &Copier, path: &str) -> Result<(String, FsEntry), Failure> {
-    let mut path = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        let entry = copier.client.stat(copier.id, &path).await?;
-        match &entry.target {
-            Some(target) if entry.kind == "symlink" => path = beside(&path, target),
-            _ => return Ok((path, entry)),
-        }
-    }
-    Err(Failure::Wrong(format!("{path:?}: too many symlinks")))
-}
-
-/// Where a symlink at `path` that says `target` points.
-fn beside(path: &str, target: &str) -> String {
-    if target.starts_with('/') {
-        return target.to_owned();
-    }
-    let dir = path.trim_end_matches('/').rsplit_once('/').map_or("", |(dir, _)| dir);
-    format!("{dir}/{target}")
 }
 
 /// Permission bits. A sandbox gives no file here the power of its owner: no set-id bits.
@@ -171,7 +146,7 @@ impl Drop for Unfinished<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{beside, is_plain, make_dir};
+    use super::{is_plain, make_dir};
 
     #[test]
     fn names_from_a_sandbox_stay_where_they_belong() {
@@ -181,14 +156,6 @@ mod tests {
         for bad in ["", ".", "..", "a/b", "/etc", "a\0"] {
             assert!(!is_plain(bad), "{bad:?}");
         }
-    }
-
-    #[test]
-    fn symlinks_point_from_where_they_are() {
-        assert_eq!(beside("/a/l", "b c"), "/a/b c");
-        assert_eq!(beside("/a/l/", "../x"), "/a/../x");
-        assert_eq!(beside("/l", "b"), "/b");
-        assert_eq!(beside("/a/l", "/b"), "/b");
     }
 
     #[tokio::test]
