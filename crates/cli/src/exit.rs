@@ -82,13 +82,21 @@ impl Failure {
 
     /// The whole chain on one line.
     pub fn sentence(&self) -> String {
-        let mut text = self.to_string();
         // `Node` is transparent: its own source is next.
+        let mut causes = Vec::new();
         let mut source = self.source();
         while let Some(error) = source {
-            text.push_str(": ");
-            text.push_str(&error.to_string());
+            causes.push(error.to_string());
             source = error.source();
+        }
+        if let Self::Node(Error::Unreachable { .. }) = self {
+            // The layers of the HTTP client between only say again that it did not connect.
+            causes.drain(..causes.len().saturating_sub(1));
+        }
+        let mut text = self.to_string();
+        for cause in causes {
+            text.push_str(": ");
+            text.push_str(&cause);
         }
         text
     }

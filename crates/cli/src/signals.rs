@@ -14,7 +14,12 @@ pub async fn interrupted() -> i32 {
             kind.as_raw_value()
         }))
     });
-    futures::future::select_all(waits.collect::<Vec<_>>()).await.0
+    let waits: Vec<_> = waits.collect();
+    if waits.is_empty() {
+        // None can be watched: each still ends the process by itself.
+        return std::future::pending().await;
+    }
+    futures::future::select_all(waits).await.0
 }
 
 /// Runs `work` until it is done or a signal comes; then `work` is dropped.

@@ -1,18 +1,15 @@
 //! `keiki create`.
 
+use super::verb::make_or_undo;
 use crate::{
     context::Context,
     exit::{ExitCode, Failure, Outcome},
-    progress::Progress,
-    signals::interrupted,
     text::{parse_pair, parse_ttl},
 };
 use keiki_client::{
     Client,
     api::{CreateSandbox, Sandbox, Timings},
 };
-use std::time::Duration;
-
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -91,25 +88,9 @@ pub fn took(timings: &Timings) -> String {
     if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) }
 }
 
-/// A create that was given up may still make a sandbox: how long to wait for it, to remove it.
-const GIVE_UP: Duration = Duration::from_secs(30);
-
 /// Makes a sandbox. If a signal comes meanwhile, what was made after all is removed.
 pub async fn create(client: &Client, request: CreateSandbox) -> Result<Sandbox, Failure> {
-    let progress = Progress::start("creating a sandbox");
     let maker = client.clone();
-    let mut making = tokio::spawn(async move { maker.create(&request).await });
-    tokio::select! {
-        made = &mut making => made.map_err(|_| Failure::Wrong("creating the sandbox ended early".into()))?
-            .map_err(Failure::from),
-        signal = interrupted() => {
-            progress.say("interrupted; removing the sandbox that is being made");
-            match tokio::time::timeout(GIVE_UP, &mut making).await {
-                Ok(Ok(Ok(sandbox))) => client.delete(sandbox.id).await?,
-                Ok(_) => {}
-                Err(_) => making.abort(),
-            }
-            Err(Failure::Signal(signal))
-        }
-    }
+    let making = async move { maker.create(&request).await };
+    make_or_undo(client, "creating a sandbox", making, |sandbox: &Sandbox| vec![sandbox.id]).await
 }

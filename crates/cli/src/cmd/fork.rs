@@ -1,14 +1,12 @@
 //! `keiki fork`.
 
-use super::create::took;
+use super::{create::took, verb::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
-    progress::Progress,
-    signals::unless_interrupted,
     text::{parse_pair, parse_ttl},
 };
-use keiki_client::api::ForkSandbox;
+use keiki_client::api::{ForkSandbox, Forked};
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -35,9 +33,10 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
         ttl_seconds: args.ttl,
     };
-    let progress = Progress::start(format!("forking {id}"));
-    let forked = unless_interrupted(async { Ok(context.client.fork(id, &request).await?) }).await?;
-    drop(progress);
+    let maker = context.client.clone();
+    let making = async move { maker.fork(id, &request).await };
+    let children = |forked: &Forked| forked.children.iter().map(|child| child.id).collect();
+    let forked = make_or_undo(&context.client, "forking", making, children).await?;
     context.out.show(&forked, || {
         let ids: Vec<String> = forked.children.iter().map(|child| child.id.to_string()).collect();
         ids.join("\n")

@@ -129,8 +129,8 @@ fn read_keys() -> Result<mpsc::Receiver<Bytes>, Failure> {
 fn window() -> Result<(u32, u32), Failure> {
     let size = tcgetwinsize(io::stdout())
         .map_err(|error| Failure::Io { what: "asking for the window's size".into(), source: error.into() })?;
-    // A terminal that does not know says 0.
-    let or = |value: u16, default: u32| if value == 0 { default } else { u32::from(value) };
+    // A terminal that does not know says 0; the node takes at most 1000.
+    let or = |value: u16, default: u32| if value == 0 { default } else { u32::from(value).min(1000) };
     Ok((or(size.ws_col, 80), or(size.ws_row, 24)))
 }
 

@@ -1,12 +1,13 @@
-//! What commands that do one thing to several sandboxes share.
+//! What commands share: one thing done to several sandboxes, and making that leaves nothing behind.
 
 use crate::{
     context::Context,
-    exit::{ExitCode, Outcome},
+    exit::{ExitCode, Failure, Outcome},
     progress::Progress,
-    signals::unless_interrupted,
+    signals::{interrupted, unless_interrupted},
 };
 use keiki_client::{Client, Result, SandboxId, api::Sandbox};
+use std::time::Duration;
 
 /// Does `act` to each sandbox in turn, prints its id, stops at the first that fails.
 pub async fn each<F: Future<Output = Result<Sandbox>>>(
@@ -29,4 +30,36 @@ pub async fn each<F: Future<Output = Result<Sandbox>>>(
         context.out.json(&done)?;
     }
     Ok(ExitCode::Success as i32)
+}
+
+/// What was given up may be made all the same: how long to wait for it, to remove it.
+const GIVE_UP: Duration = Duration::from_secs(30);
+
+/// Makes sandboxes. If a signal comes meanwhile, those that were made after all are removed.
+pub async fn make_or_undo<T: Send + 'static>(
+    client: &Client,
+    doing: &str,
+    make: impl Future<Output = Result<T>> + Send + 'static,
+    made: impl Fn(&T) -> Vec<SandboxId>,
+) -> Result<T, Failure> {
+    let progress = Progress::start(doing);
+    let mut making = tokio::spawn(make);
+    let signal = tokio::select! {
+        done = &mut making => {
+            let ended = |_| Failure::Wrong(format!("{doing} ended early"));
+            return Ok(done.map_err(ended)??);
+        }
+        signal = interrupted() => signal,
+    };
+    progress.step(format!("interrupted while {doing}; removing what is being made"));
+    match tokio::time::timeout(GIVE_UP, &mut making).await {
+        Ok(Ok(Ok(things))) => {
+            for id in made(&things) {
+                client.delete(id).await?;
+            }
+        }
+        Ok(_) => {}
+        Err(_) => making.abort(),
+    }
+    Err(Failure::Signal(signal))
 }

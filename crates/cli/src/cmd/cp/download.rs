@@ -1,6 +1,6 @@
 //! From a sandbox to here.
 
-use super::{Copier, base_name, join};
+use super::{Copier, base_name, follow, join};
 use crate::exit::{Failure, io_error};
 use futures::StreamExt;
 use keiki_client::api::FsEntry;
@@ -16,14 +16,7 @@ use tokio::{
 
 /// Copies `from` to `to`, or into it if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
-    let mut entry = copier.client.stat(copier.id, from).await?;
-    if entry.kind == "symlink" {
-        // Named by the user: what it points at is meant. A read follows it; a directory shows by its dot.
-        match copier.client.stat(copier.id, &join(from, ".")).await {
-            Ok(dir) if dir.is_dir => entry = dir,
-            _ => entry.kind = "file".into(),
-        }
-    }
+    let (source, entry) = follow(copier, from).await?;
     let to_dir = fs::metadata(to).await.is_ok_and(|meta| meta.is_dir());
     let slash = to.as_os_str().as_encoded_bytes().ends_with(b"/");
     let target = if to_dir || (slash && !entry.is_dir) {
@@ -37,9 +30,9 @@ pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(
         fs::create_dir_all(to).await.map_err(io_error(to.display().to_string()))?;
     }
     if entry.is_dir {
-        tree(copier, from, &target, mode_of(&entry)).await
+        tree(copier, &source, &target, mode_of(&entry)).await
     } else if entry.kind == "file" {
-        file(copier, from, &target, mode_of(&entry)).await
+        file(copier, &source, &target, mode_of(&entry)).await
     } else {
         Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
     }

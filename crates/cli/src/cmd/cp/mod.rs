@@ -18,7 +18,7 @@ use crate::{
     signals::unless_interrupted,
     text,
 };
-use keiki_client::{Client, SandboxId};
+use keiki_client::{Client, SandboxId, api::FsEntry};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -119,6 +119,31 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     Ok(if copied.skipped.is_empty() { ExitCode::Success } else { ExitCode::Failed } as i32)
 }
 
+/// As many symlinks in a row as Linux follows.
+const MAX_LINKS: usize = 40;
+
+/// What the user named, behind any symlinks: what they point at is meant.
+async fn follow(copier: &Copier, path: &str) -> Result<(String, FsEntry), Failure> {
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let entry = copier.client.stat(copier.id, &path).await?;
+        match &entry.target {
+            Some(target) if entry.kind == "symlink" => path = beside(&path, target),
+            _ => return Ok((path, entry)),
+        }
+    }
+    Err(Failure::Wrong(format!("{path:?}: too many symlinks")))
+}
+
+/// Where a symlink at `path` that says `target` points.
+fn beside(path: &str, target: &str) -> String {
+    if target.starts_with('/') {
+        return target.to_owned();
+    }
+    let dir = path.trim_end_matches('/').rsplit_once('/').map_or("", |(dir, _)| dir);
+    format!("{dir}/{target}")
+}
+
 /// A path in the guest, one level down.
 fn join(dir: &str, name: &str) -> String {
     format!("{}/{name}", dir.trim_end_matches('/'))
@@ -132,7 +157,7 @@ fn base_name(path: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use super::{End, base_name, join, parse_end};
+    use super::{End, base_name, beside, join, parse_end};
 
     fn remote(sandbox: &str, path: &str) -> End {
         End::Remote { sandbox: sandbox.into(), path: path.into() }
@@ -155,6 +180,14 @@ mod tests {
         for text in ["", "abcd:", "abcd:x"] {
             assert!(parse_end(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn symlinks_point_from_where_they_are() {
+        assert_eq!(beside("/a/l", "b c"), "/a/b c");
+        assert_eq!(beside("/a/l/", "../x"), "/a/../x");
+        assert_eq!(beside("/l", "b"), "/b");
+        assert_eq!(beside("/a/l", "/b"), "/b");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! From here into a sandbox.
 
-use super::{Copier, base_name, join};
+use super::{Copier, base_name, follow, join};
 use crate::exit::{Failure, io_error};
 use bytes::Bytes;
 use futures::{Stream, stream};
@@ -18,14 +18,17 @@ const CHUNK: usize = 256 << 10;
 /// Copies `from` to `to`, or into it if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
     let meta = fs::metadata(from).await.map_err(io_error(from.display().to_string()))?;
-    let target = match copier.client.stat(copier.id, to).await {
-        Ok(entry) if is_dir(copier, &entry, to).await? => into_dir(from, to).await?,
+    let target = match follow(copier, to).await {
+        Ok((_, entry)) if entry.is_dir => into_dir(from, to).await?,
         Ok(_) => to.to_owned(),
-        Err(error) if error.is_not_found() && to.ends_with('/') && !meta.is_dir() => {
-            into_dir(from, to).await?
+        Err(Failure::Node(error)) if error.is_not_found() => {
+            if to.ends_with('/') && !meta.is_dir() {
+                into_dir(from, to).await?
+            } else {
+                to.trim_end_matches('/').to_owned()
+            }
         }
-        Err(error) if error.is_not_found() => to.trim_end_matches('/').to_owned(),
-        Err(error) => return Err(error.into()),
+        Err(error) => return Err(error),
     };
     if base_name(&target).is_none() && !meta.is_dir() {
         return Err(Failure::Usage(format!("{target:?} is no name for a file")));
@@ -36,18 +39,6 @@ pub(super) async fn copy(copier: &mut Copier, from: &Path, to: &str) -> Result<(
         file(copier, from, &target, meta.permissions().mode()).await
     } else {
         Err(Failure::Usage(format!("{} is neither a file nor a directory", from.display())))
-    }
-}
-
-/// A symlink to a directory counts: asking for `path/.` follows it.
-async fn is_dir(copier: &Copier, entry: &keiki_client::api::FsEntry, path: &str) -> Result<bool, Failure> {
-    if entry.is_dir || entry.kind != "symlink" {
-        return Ok(entry.is_dir);
-    }
-    match copier.client.stat(copier.id, &join(path, ".")).await {
-        Ok(entry) => Ok(entry.is_dir),
-        Err(error) if error.status().is_some() => Ok(false),
-        Err(error) => Err(error.into()),
     }
 }
 
