@@ -100,7 +100,7 @@ install_qemu() {
 
 main() {
     have cargo || die "Rust is missing: install it with rustup (https://rustup.rs), then run this again"
-    # Twelve commands are looked up and a few packages asked for: a tenth of a second.
+    # Commands are looked up and a few packages asked for: a tenth of a second when nothing is missing.
     local list others
     list=$(missing | sort -u)
     [ -n "$list" ] || return 0
