@@ -31,17 +31,23 @@ missing() {
     done
 }
 
-# The Debian archive the host's apt uses. Labels are known once lists were fetched; before, the path is the sign.
+# What the host's apt would read: LABEL|URI|SUITE, one a line. Labels are known only where lists were fetched once;
+# elsewhere, as in a fresh container, the addresses alone are.
+sources() {
+    apt-get indextargets --format '$(LABEL)|$(REPO_URI)|$(RELEASE)' 2>/dev/null || true
+    apt-get update --print-uris 2>/dev/null | sed -n "s,^'\\(.*\\)/dists/\\([^/ ]*\\)/InRelease'.*,|\\1|\\2,p"
+}
+
+# The Debian archive the host uses: by its label, else by its path.
 mirror() {
     if [ -n "${KEIKI_DEBIAN_MIRROR:-}" ]; then
         printf '%s\n' "${KEIKI_DEBIAN_MIRROR%/}"
         return
     fi
-    apt-get indextargets --format '$(CREATED_BY)|$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(LABEL)' 2>/dev/null |
-        awk -F'|' '$1 != "Packages" || $4 != "main" || $3 ~ /-security$/ { next }
-            { sub("/+$", "", $2) }
-            $5 == "Debian" { print 1, $2 }
-            $5 == "" && $2 ~ /\/debian$/ { print 2, $2 }' | sort -s -k1,1n | head -n 1 | cut -d' ' -f2
+    sources | awk -F'|' '$3 ~ /-security$/ { next }
+        { sub("/+$", "", $2) }
+        $1 == "Debian" { print 1, $2 }
+        $1 == "" && $2 ~ /\/debian$/ { print 2, $2 }' | sort -s -k1,1n | head -n 1 | cut -d' ' -f2
 }
 
 # apt with a configuration of our own; what is installed is still the host's to know.
@@ -55,8 +61,7 @@ configure_apt() {
         printf 'deb %s%s %s main\n' "$signed" "$mirror" "$suite" "$signed" "$mirror" "$suite-updates"
         [ "$BACKPORTS" = no ] || printf 'deb %s%s %s main\n' "$signed" "$mirror" "$suite-backports"
         # With the host's security updates where it has them: what it installed from there must not be in the way.
-        apt-get indextargets --format '$(REPO_URI)|$(RELEASE)' 2>/dev/null |
-            awk -F'|' -v suite="$suite-security" '$2 == suite { print $1; exit }' |
+        sources | awk -F'|' -v suite="$suite-security" '$3 == suite && !seen++ { print $2 }' |
             while read -r uri; do printf 'deb %s%s %s main\n' "$signed" "$uri" "$suite-security"; done
     } >"$APT/sources.list"
     {
@@ -100,7 +105,7 @@ install_qemu() {
 
 main() {
     have cargo || die "Rust is missing: install it with rustup (https://rustup.rs), then run this again"
-    # Twelve commands are looked up and a few packages asked for: a tenth of a second.
+    # Commands are looked up and a few packages asked for: a tenth of a second when nothing is missing.
     local list others
     list=$(missing | sort -u)
     [ -n "$list" ] || return 0
@@ -120,8 +125,8 @@ main() {
     if printf '%s\n' "$list" | grep -q '^qemu-'; then
         install_qemu || die "QEMU could not be installed; see .keiki/setup.log"
     fi
-    # Downloads were needed once.
-    rm -rf "$APT/archives"
+    # Lists and downloads were needed once.
+    rm -rf "$APT"
     list=$(missing | sort -u)
     [ -z "$list" ] || die "still missing after installing: $(printf '%s' "$list" | tr '\n' ' ')"
     say "setup: done"

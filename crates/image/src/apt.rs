@@ -185,15 +185,33 @@ impl Target {
         Some(Self { uri, release, label })
     }
 
+    /// `'http://mirror/debian/dists/bookworm/InRelease' NAME SIZE`
+    fn parse_uri(line: &str) -> Option<Self> {
+        let (address, _) = line.strip_prefix('\'')?.split_once('\'')?;
+        let (uri, release) = address.strip_suffix("/InRelease")?.split_once("/dists/")?;
+        Some(Self { uri: uri.to_owned(), release: release.to_owned(), label: String::new() })
+    }
+
     fn is_security(&self) -> bool {
         self.label == "Debian-Security" || self.release.ends_with("-security")
     }
 }
 
+/// With their labels where lists were fetched once; elsewhere, as in a fresh container, the addresses alone.
 fn host_targets() -> Result<Vec<Target>> {
-    let tool = Tool::new("apt-get", "asking the host's apt for its mirror");
-    let text = tool.args(["indextargets", "--format", TARGET_FORMAT]).output()?;
-    Ok(String::from_utf8_lossy(&text).lines().filter_map(Target::parse).collect())
+    let ask = |args: &[&str]| {
+        Tool::new("apt-get", "asking the host's apt for its mirror")
+            .args(args)
+            .output()
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
+    };
+    let labelled = ask(&["indextargets", "--format", TARGET_FORMAT])?;
+    let addresses = ask(&["update", "--print-uris"])?;
+    Ok(labelled
+        .lines()
+        .filter_map(Target::parse)
+        .chain(addresses.lines().filter_map(Target::parse_uri))
+        .collect())
 }
 
 /// Labels are known only once lists were fetched; before, a path that ends in `/debian` is the sign.
@@ -236,6 +254,19 @@ mod tests {
         let main = "Packages|http://m.test/debian/|bookworm|main|";
         assert_eq!(choose(&[security, node, main]).as_deref(), Some("http://m.test/debian"));
         assert_eq!(choose(&[security, node]), None);
+    }
+
+    #[test]
+    fn addresses_are_read_where_there_are_no_lists() {
+        let lines = [
+            "'http://m.test/debian-security/dists/bookworm-security/InRelease' x 0 ",
+            "'http://m.test/debian/dists/bookworm/main/binary-amd64/Packages.xz' x 0 ",
+            "'http://m.test/debian/dists/bookworm/InRelease' x 0 ",
+        ];
+        let targets: Vec<Target> = lines.iter().filter_map(|line| Target::parse_uri(line)).collect();
+        assert_eq!(targets.len(), 2);
+        assert!(targets[0].is_security());
+        assert_eq!(choose_mirror(&targets).as_deref(), Some("http://m.test/debian"));
     }
 
     #[test]

@@ -48,8 +48,13 @@ impl Cache {
             }
             Err(TryLockError::Error(source)) => return Err(io_error("locking", &path)(source)),
         }
-        remove(&self.root.join("tmp"))?;
+        self.discard_unfinished()?;
         Ok(file)
+    }
+
+    /// Removes what is not finished. Call under the lock.
+    pub(crate) fn discard_unfinished(&self) -> Result<()> {
+        remove(&self.root.join("tmp"))
     }
 
     /// Where a finished part is or will be.
@@ -84,7 +89,7 @@ impl Cache {
         }
         fs::rename(scratch, part).map_err(io_error("moving", scratch))?;
         sync_dir(parent)?;
-        remove(&self.root.join("tmp"))
+        self.discard_unfinished()
     }
 }
 

@@ -45,6 +45,7 @@ pub(crate) fn build(builder: &Builder) -> Result<Kernel> {
     builder.say("kernel: unpacking");
     let tree = builder.cache.scratch("kernel")?;
     Tool::new("dpkg-deb", "unpacking the kernel package")
+        .dir(&downloads)
         .args(["-x".as_ref(), deb.as_os_str(), tree.as_os_str()])
         .output()?;
     arrange(&tree)?;

@@ -37,6 +37,7 @@ pub use spec::{BASE, RootfsSpec, TemplateSpec, template, templates};
 
 use cache::Cache;
 use std::{
+    fs::File,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -94,8 +95,7 @@ impl Builder {
     /// # Errors
     /// A tool or the network is missing, a package is not what it should be, or the disk is full.
     pub fn kernel(&self) -> Result<Kernel> {
-        let _lock = self.cache.lock(&self.progress)?;
-        kernel::build(self)
+        self.locked(|_| kernel::build(self))
     }
 
     /// The initial RAM file system: `guest_binary` as `/init`, and the modules a guest needs.
@@ -103,8 +103,7 @@ impl Builder {
     /// # Errors
     /// As [`Builder::kernel`].
     pub fn initramfs(&self, kernel: &Kernel, guest_binary: &Path) -> Result<PathBuf> {
-        let _lock = self.cache.lock(&self.progress)?;
-        initramfs::build(self, kernel, guest_binary)
+        self.locked(|_| initramfs::build(self, kernel, guest_binary))
     }
 
     /// A root disk by its recipe. Needs root: it makes files of other users.
@@ -112,8 +111,7 @@ impl Builder {
     /// # Errors
     /// As [`Builder::kernel`].
     pub fn rootfs(&self, spec: &RootfsSpec) -> Result<Rootfs> {
-        let lock = self.cache.lock(&self.progress)?;
-        rootfs::build(self, spec, &lock)
+        self.locked(|lock| rootfs::build(self, spec, lock))
     }
 
     /// All of a template. The parts belong to the cache: clone or link them before the cache is cleared.
@@ -131,6 +129,19 @@ impl Builder {
         }
         let digest = hasher.finalize().to_hex().to_string();
         Ok(Template { kernel, initramfs, rootfs, digest })
+    }
+
+    /// Makes one part while no other builder is at work here. A failed one leaves nothing unfinished.
+    fn locked<T>(&self, make: impl FnOnce(&File) -> Result<T>) -> Result<T> {
+        let lock = self.cache.lock(&self.progress)?;
+        let made = make(&lock);
+        if made.is_err()
+            && let Err(error) = self.cache.discard_unfinished()
+        {
+            // The next builder tries again; what its caller should read is why this one failed.
+            tracing::warn!(%error, "what a failed build left was not removed");
+        }
+        made
     }
 
     fn say(&self, line: impl AsRef<str>) {

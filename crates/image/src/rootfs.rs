@@ -136,15 +136,13 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     say(1, "reading the package lists");
     // Without SOURCE_DATE_EPOCH on purpose: Python's compiled files would then check their source by hash at each import.
     let tool = Tool::new("mmdebstrap", format!("making the root disk of `{}`", spec.name));
-    tool.holding(lock)?.args(&args).env("TMPDIR", builder.cache.dir("tmp")?).env("KEIKI_DEBS", debs).lines(
-        |line| {
-            let line = line.trim_start_matches("I: ");
-            if let Some(step) = STEPS.iter().position(|step| line.starts_with(step)).filter(|&step| step > 0)
-            {
-                say(step + 1, line.trim_end_matches('.'));
-            }
-        },
-    )
+    let tmp = builder.cache.dir("tmp")?;
+    tool.holding(lock)?.dir(&tmp).args(&args).env("TMPDIR", &tmp).env("KEIKI_DEBS", debs).lines(|line| {
+        let line = line.trim_start_matches("I: ");
+        if let Some(step) = STEPS.iter().position(|step| line.starts_with(step)).filter(|&step| step > 0) {
+            say(step + 1, line.trim_end_matches('.'));
+        }
+    })
 }
 
 /// What the guest's own apt reads as well: the mirror of this host, with its security updates if it has them.
