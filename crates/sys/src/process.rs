@@ -1,0 +1,155 @@
+//! Processes that outlive us: spawned apart, watched and killed by descriptor, never by number alone.
+
+use rustix::{
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
+    thread::{LinkNameSpaceType, move_into_link_name_space},
+};
+use std::{fs, io, os::unix::process::CommandExt, process::Command};
+
+/// A process held by a descriptor: its number may be used again, the descriptor never means another.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    start_time: u64,
+    fd: OwnedFd,
+}
+
+impl Process {
+    /// Starts `command` in a session of its own and, if given, inside a network namespace.
+    ///
+    /// # Errors
+    /// Those of forking, entering the namespace and executing.
+    pub fn spawn(command: &mut Command, netns: Option<OwnedFd>) -> io::Result<Self> {
+        let enter = move || {
+            rustix::process::setsid()?;
+            if let Some(netns) = &netns {
+                move_into_link_name_space(netns.as_fd(), Some(LinkNameSpaceType::Network))?;
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec the closure makes two system calls on a descriptor it owns; it
+        // neither allocates nor takes a lock.
+        unsafe { command.pre_exec(enter) };
+        let child = command.spawn()?;
+        match Self::open(child.id()) {
+            Ok(Some(process)) => Ok(process),
+            Ok(None) => Err(io::Error::other("the process ended at once")),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Opens a process by its number. None if there is none.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn open(pid: u32) -> io::Result<Option<Self>> {
+        let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
+            Ok(fd) => fd,
+            Err(Errno::SRCH) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        // The descriptor pins the process; whether the number meant it before is told by its start.
+        Ok(start_time(pid)?.map(|start_time| Self { pid, start_time, fd }))
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Clock ticks from the host's boot to its start: tells it from a later owner of its number.
+    #[must_use]
+    pub fn start_time(&self) -> u64 {
+        self.start_time
+    }
+
+    /// Kills it. Gone already: no error.
+    ///
+    /// # Errors
+    /// Those of the call.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.fd, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether it has ended; reaps it if it was our child, and then says how once.
+    #[must_use]
+    pub fn try_reap(&self) -> Option<String> {
+        match waitid(WaitId::PidFd(self.fd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+            Ok(None) => None,
+            Ok(Some(status)) => Some(match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => format!("exit status {code}"),
+                (_, Some(signal)) => format!("signal {signal}"),
+                _ => "unknown status".into(),
+            }),
+            // Not our child (adopted), or reaped before: its number is free, or another's, or it lives.
+            Err(_) => match pidfd_send_signal_probe(&self.fd) {
+                true => None,
+                false => Some("unknown status".into()),
+            },
+        }
+    }
+}
+
+impl AsFd for Process {
+    /// Readable once the process has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl std::os::fd::AsRawFd for Process {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+/// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.
+fn pidfd_send_signal_probe(fd: &OwnedFd) -> bool {
+    let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
+}
+
+/// Field 22 of `/proc/PID/stat`. The name before it may hold anything, so count from its end.
+fn start_time(pid: u32) -> io::Result<Option<u64>> {
+    let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
+    Ok(after.split_ascii_whitespace().nth(19).and_then(|field| field.parse().ok()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Process;
+    use std::process::Command;
+
+    #[test]
+    fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
+        let process = Process::spawn(Command::new("sleep").arg("60"), None)?;
+        assert_eq!(process.try_reap(), None);
+        let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
+        assert_eq!(again.start_time(), process.start_time());
+        process.kill()?;
+        let how = loop {
+            if let Some(how) = process.try_reap() {
+                break how;
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(how, "signal 9");
+        process.kill()?;
+        assert!(Process::open(process.pid())?.is_none_or(|other| other.start_time() != process.start_time()));
+        Ok(())
+    }
+}
