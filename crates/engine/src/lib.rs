@@ -28,6 +28,7 @@ use async_trait::async_trait;
 use keiki_types::{EngineKind, Shape, api::MemoryUse};
 use serde::{Deserialize, Serialize};
 use std::{
+    any::Any,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -171,6 +172,9 @@ pub trait Seat: Send + Sync {
 
     /// Ends the process and removes what the engine put into its resources.
     async fn cancel(self: Box<Self>);
+
+    /// For the engine that made it, which takes it back in [`Frozen::thaw`].
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send>;
 }
 
 /// A machine at one instant, on this node. Costs no CPU. Dropping it frees nothing on disk: whoever owns the

@@ -19,7 +19,7 @@ mod manifest;
 mod open;
 
 pub use manifest::{
-    DiskLayer, Format, KIND, LAYERS_DIR, MANIFEST_FILE, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE, State,
-    VERSION,
+    DiskLayer, Format, KIND, LAYERS_DIR, MANIFEST_FILE, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE,
+    State, VERSION,
 };
 pub use open::{SnapshotError, check_layer_name, open, write_manifest};

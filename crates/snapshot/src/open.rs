@@ -51,7 +51,11 @@ pub fn open(dir: &Path) -> Result<Manifest, SnapshotError> {
     exact_size(dir, MEMORY_FILE, manifest.memory.bytes)?;
     let state = read(dir, STATE_FILE, MAX_STATE)?;
     if state.len() as u64 != manifest.state.bytes {
-        return refuse(format!("{STATE_FILE} has {} bytes, the manifest says {}", state.len(), manifest.state.bytes));
+        return refuse(format!(
+            "{STATE_FILE} has {} bytes, the manifest says {}",
+            state.len(),
+            manifest.state.bytes
+        ));
     }
     if blake3::hash(&state).to_hex().as_str() != manifest.state.blake3 {
         return refuse(format!("{STATE_FILE} is damaged: its digest is not the manifest's"));
@@ -100,23 +104,33 @@ fn parse(text: &[u8]) -> Result<Manifest, SnapshotError> {
         Some(version) => return refuse(format!("its version is {version}, this program reads {VERSION}")),
         None => return refuse(format!("{MANIFEST_FILE} has no version number")),
     }
-    serde_json::from_value(value).or_else(|error| refuse(format!("{MANIFEST_FILE} does not fit its schema ({error})")))
+    serde_json::from_value(value)
+        .or_else(|error| refuse(format!("{MANIFEST_FILE} does not fit its schema ({error})")))
 }
 
 /// What can be checked without looking at the other files.
 fn check(manifest: &Manifest) -> Result<(), SnapshotError> {
     let shape = manifest.shape;
-    if shape.vcpus == 0 || !(1..=MAX_MIB).contains(&shape.memory_mib) || !(1..=MAX_MIB).contains(&shape.disk_mib) {
+    if shape.vcpus == 0
+        || !(1..=MAX_MIB).contains(&shape.memory_mib)
+        || !(1..=MAX_MIB).contains(&shape.disk_mib)
+    {
         return refuse("its shape is out of bounds");
     }
     if manifest.memory.bytes != u64::from(shape.memory_mib) << 20 {
-        return refuse(format!("its memory is {} bytes, its shape {} MiB", manifest.memory.bytes, shape.memory_mib));
+        return refuse(format!(
+            "its memory is {} bytes, its shape {} MiB",
+            manifest.memory.bytes, shape.memory_mib
+        ));
     }
     if manifest.state.bytes > MAX_STATE {
         return refuse(format!("its device state is larger than {MAX_STATE} bytes"));
     }
     if manifest.layers.is_empty() || manifest.layers.len() > MAX_LAYERS {
-        return refuse(format!("it has {} disk layers, 1 to {MAX_LAYERS} are possible", manifest.layers.len()));
+        return refuse(format!(
+            "it has {} disk layers, 1 to {MAX_LAYERS} are possible",
+            manifest.layers.len()
+        ));
     }
     let mut names = BTreeSet::new();
     for (index, layer) in manifest.layers.iter().enumerate() {
@@ -148,7 +162,10 @@ pub fn check_layer_name(name: &str) -> Result<(), SnapshotError> {
     if (1..=100).contains(&name.len()) && !name.starts_with('.') && name.chars().all(plain) {
         return Ok(());
     }
-    refuse(format!("disk layer name {:?} is not a plain file name", name.chars().take(100).collect::<String>()))
+    refuse(format!(
+        "disk layer name {:?} is not a plain file name",
+        name.chars().take(100).collect::<String>()
+    ))
 }
 
 /// A regular file, not a link to one: what a link names may be anything of the host.

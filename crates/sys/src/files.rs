@@ -1,12 +1,7 @@
 //! Files that share blocks: reflinks, holes, and flushed directories.
 
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
-use std::{
-    fs::File,
-    io,
-    os::fd::AsFd,
-    path::Path,
-};
+use std::{fs::File, io, os::fd::AsFd, path::Path};
 
 /// Makes `to` hold what `from` holds, sharing every block until either is written (`FICLONE`). Both on one
 /// filesystem that can.

@@ -21,7 +21,11 @@ pub const PAGE: u64 = 4096;
 /// Those of the calls.
 pub fn private_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     match scan(pagemap, range.clone()) {
-        Err(error) if [Errno::NOTTY, Errno::INVAL].iter().any(|e| error.raw_os_error() == Some(e.raw_os_error())) => {
+        Err(error)
+            if [Errno::NOTTY, Errno::INVAL]
+                .iter()
+                .any(|e| error.raw_os_error() == Some(e.raw_os_error())) =>
+        {
             private_pages_by_entry(pagemap, range)
         }
         result => result,
@@ -139,7 +143,8 @@ pub fn read_memory(pid: u32, address: u64, buffer: &mut [u8]) -> io::Result<()> 
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
         let local = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
-        let remote = libc::iovec { iov_base: (address + done as u64) as *mut libc::c_void, iov_len: rest.len() };
+        let remote =
+            libc::iovec { iov_base: (address + done as u64) as *mut libc::c_void, iov_len: rest.len() };
         // SAFETY: `local` describes bytes that we borrow mutably; the remote addresses are only looked up by
         // the kernel in the other process, which reports those that do not exist.
         let count = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };

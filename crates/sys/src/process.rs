@@ -6,7 +6,11 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
     thread::{LinkNameSpaceType, move_into_link_name_space},
 };
-use std::{fs, io, os::unix::process::CommandExt, process::Command};
+use std::{
+    fs, io,
+    os::unix::process::CommandExt,
+    process::{ChildStderr, Command},
+};
 
 /// A process held by a descriptor: its number may be used again, the descriptor never means another.
 #[derive(Debug)]
@@ -17,11 +21,12 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in a session of its own and, if given, inside a network namespace.
+    /// Starts `command` in a session of its own and, if given, inside a network namespace. Also its standard
+    /// error, if the command pipes it.
     ///
     /// # Errors
     /// Those of forking, entering the namespace and executing.
-    pub fn spawn(command: &mut Command, netns: Option<OwnedFd>) -> io::Result<Self> {
+    pub fn spawn(command: &mut Command, netns: Option<OwnedFd>) -> io::Result<(Self, Option<ChildStderr>)> {
         let enter = move || {
             rustix::process::setsid()?;
             if let Some(netns) = &netns {
@@ -32,9 +37,9 @@ impl Process {
         // SAFETY: between fork and exec the closure makes two system calls on a descriptor it owns; it
         // neither allocates nor takes a lock.
         unsafe { command.pre_exec(enter) };
-        let child = command.spawn()?;
+        let mut child = command.spawn()?;
         match Self::open(child.id()) {
-            Ok(Some(process)) => Ok(process),
+            Ok(Some(process)) => Ok((process, child.stderr.take())),
             Ok(None) => Err(io::Error::other("the process ended at once")),
             Err(error) => Err(error),
         }
@@ -89,7 +94,7 @@ impl Process {
                 _ => "unknown status".into(),
             }),
             // Not our child (adopted), or reaped before: its number is free, or another's, or it lives.
-            Err(_) => match pidfd_send_signal_probe(&self.fd) {
+            Err(_) => match lives(&self.fd) {
                 true => None,
                 false => Some("unknown status".into()),
             },
@@ -111,7 +116,7 @@ impl std::os::fd::AsRawFd for Process {
 }
 
 /// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.
-fn pidfd_send_signal_probe(fd: &OwnedFd) -> bool {
+fn lives(fd: &OwnedFd) -> bool {
     let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
     !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
@@ -136,7 +141,7 @@ mod tests {
 
     #[test]
     fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
-        let process = Process::spawn(Command::new("sleep").arg("60"), None)?;
+        let (process, _) = Process::spawn(Command::new("sleep").arg("60"), None)?;
         assert_eq!(process.try_reap(), None);
         let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
         assert_eq!(again.start_time(), process.start_time());

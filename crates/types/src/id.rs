@@ -16,7 +16,9 @@ pub enum IdError {
         text: String,
     },
     /// Not a template name.
-    #[error("template name {0:?} must be 1 to 64 characters of a-z, 0-9 and '-', and start with a letter or digit")]
+    #[error(
+        "template name {0:?} must be 1 to 64 characters of a-z, 0-9 and '-', and start with a letter or digit"
+    )]
     NotName(String),
 }
 

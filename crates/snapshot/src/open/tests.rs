@@ -1,7 +1,7 @@
 use super::{SnapshotError, open, write_manifest};
 use crate::manifest::{
-    DiskLayer, Format, KIND, LAYERS_DIR, MANIFEST_FILE, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE, State,
-    VERSION,
+    DiskLayer, Format, KIND, LAYERS_DIR, MANIFEST_FILE, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE,
+    State, VERSION,
 };
 use keiki_types::{EngineKind, Shape};
 use proptest::prelude::{ProptestConfig, any, proptest};
