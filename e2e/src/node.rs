@@ -58,12 +58,19 @@ pub struct Options {
     name: String,
     extra: Vec<String>,
     range: u8,
+    store_gib: u32,
 }
 
 impl Options {
     /// A node with directories of this name.
     pub fn named(name: &str) -> Self {
-        Self { name: name.into(), extra: Vec::new(), range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed) }
+        Self { name: name.into(), extra: Vec::new(), range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed), store_gib: 6 }
+    }
+
+    /// With a store of this size.
+    #[must_use]
+    pub fn store_gib(self, store_gib: u32) -> Self {
+        Self { store_gib, ..self }
     }
 
     /// With more arguments.
@@ -96,7 +103,8 @@ impl Node {
         let log = fs::OpenOptions::new().create(true).append(true).open(home.join("node.log"))?;
         let range = format!("10.{}", options.range);
         let mut child = Command::new(places.bin.join("keiki"))
-            .args(["node", "--listen", "127.0.0.1:0", "--ephemeral", "--store-gib", "6", "--engine", "qemu"])
+            .args(["node", "--listen", "127.0.0.1:0", "--ephemeral", "--engine", "qemu"])
+            .args(["--store-gib", &options.store_gib.to_string()])
             .arg("--data-dir")
             .arg(&data)
             .arg("--run-dir")
@@ -173,6 +181,16 @@ impl Node {
         let store = self.data.join("store/sandboxes");
         traces.sandboxes = fs::read_dir(store).map(Iterator::count).unwrap_or(0);
         Ok(traces)
+    }
+
+    /// Does a monitor run for this sandbox?
+    pub fn has_monitor(&self, id: keiki_types::SandboxId) -> Result<bool> {
+        let mark = id.to_string().replace('-', "");
+        let pids = self.traces()?.monitors;
+        Ok(pids.iter().any(|pid| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains(&mark)
+        }))
     }
 
     /// Host ends of this node's slots, by their addresses.

@@ -1,6 +1,9 @@
 //! What can go wrong in a machine room.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// Result of an engine.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
@@ -34,4 +37,15 @@ pub enum EngineError {
     /// The machine has ended.
     #[error("the machine has ended: {0}")]
     Ended(String),
+}
+
+impl EngineError {
+    /// For `map_err`: a failed call on a file, a full disk told apart.
+    pub(crate) fn at(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace(path),
+            _ => Self::Io { what: format!("cannot {what} {}", path.display()), source },
+        }
+    }
 }

@@ -28,6 +28,7 @@ use async_trait::async_trait;
 use keiki_types::{EngineKind, Shape, api::MemoryUse};
 use serde::{Deserialize, Serialize};
 use std::{
+    any::Any,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -113,10 +114,6 @@ pub trait Engine: Send + Sync {
     /// Finds a machine again that an earlier process of the node started with these resources. None if it
     /// has ended; whatever it left in the resources is removed then.
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;
-
-    /// Ends whatever an earlier process of the node left running with these resources, a waiting seat
-    /// included, and removes what the engine put there. Nothing there: no error.
-    async fn clear(&self, resources: &Resources) -> Result<()>;
 }
 
 /// A named place for the memory of a frozen machine, and the shape its machines have.
@@ -173,9 +170,11 @@ pub trait Seat: Send + Sync {
     /// Still waiting?
     fn is_alive(&self) -> bool;
 
-    fn into_any(self: Box<Self>) -> Box<dyn std::any::Any + Send>;
     /// Ends the process and removes what the engine put into its resources.
     async fn cancel(self: Box<Self>);
+
+    /// For the engine that made it, which takes it back in [`Frozen::thaw`].
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send>;
 }
 
 /// A machine at one instant, on this node. Costs no CPU. Dropping it frees nothing on disk: whoever owns the

@@ -64,7 +64,7 @@ impl Store {
         let root = data.join("store");
         fs::create_dir_all(&root).with_context(|| format!("cannot create {}", root.display()))?;
         let mut own_image = is_mount_point(&root)?;
-        if !own_image && !keiki_sys::reflink::supported(&root).unwrap_or(false) {
+        if !own_image && !keiki_sys::files::has_reflinks(&root).unwrap_or(false) {
             mount_own_image(data, &root, image_gib).await?;
             own_image = true;
         }
@@ -79,6 +79,16 @@ impl Store {
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// The engine's own corner.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn engine(&self) -> Result<PathBuf> {
+        let dir = self.root.join("engine");
+        make_dir(&dir)?;
+        Ok(dir)
     }
 
     /// The records.

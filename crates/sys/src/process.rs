@@ -1,36 +1,63 @@
-//! Processes by descriptor: a pidfd never names another process than the one it was opened for.
+//! Processes that outlive us: spawned apart, watched and killed by descriptor, never by number alone.
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::{
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
+    thread::{LinkNameSpaceType, move_into_link_name_space},
+};
 use std::{
     fs, io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::unix::process::CommandExt,
+    process::{ChildStderr, Command},
 };
 
-/// A process that may be ours or not.
+/// A process held by a descriptor: its number may be used again, the descriptor never means another.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
-    start: u64,
+    start_time: u64,
     fd: OwnedFd,
 }
 
 impl Process {
-    /// The process with this number, now.
+    /// Starts `command` in a session of its own and, if given, inside a network namespace. Also its standard
+    /// error, if the command pipes it.
     ///
     /// # Errors
-    /// If there is none.
-    pub fn open(pid: u32) -> io::Result<Self> {
-        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
-        let fd = pidfd_open(raw, PidfdFlags::NONBLOCK)?;
-        // After the descriptor: a number that was taken over meanwhile has another start time.
-        let start = start_time(pid)?;
-        Ok(Self { pid, start, fd })
+    /// Those of forking, entering the namespace and executing.
+    pub fn spawn(command: &mut Command, netns: Option<OwnedFd>) -> io::Result<(Self, Option<ChildStderr>)> {
+        let enter = move || {
+            rustix::process::setsid()?;
+            if let Some(netns) = &netns {
+                move_into_link_name_space(netns.as_fd(), Some(LinkNameSpaceType::Network))?;
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec the closure makes two system calls on a descriptor it owns; it
+        // neither allocates nor takes a lock.
+        unsafe { command.pre_exec(enter) };
+        let mut child = command.spawn()?;
+        match Self::open(child.id()) {
+            Ok(Some(process)) => Ok((process, child.stderr.take())),
+            Ok(None) => Err(io::Error::other("the process ended at once")),
+            Err(error) => Err(error),
+        }
     }
 
-    /// The process that had this number and start time, if it still runs.
-    #[must_use]
-    pub fn reopen(pid: u32, start: u64) -> Option<Self> {
-        Self::open(pid).ok().filter(|process| process.start == start)
+    /// Opens a process by its number. None if there is none.
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn open(pid: u32) -> io::Result<Option<Self>> {
+        let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
+            Ok(fd) => fd,
+            Err(Errno::SRCH) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        // The descriptor pins the process; whether the number meant it before is told by its start.
+        Ok(start_time(pid)?.map(|start_time| Self { pid, start_time, fd }))
     }
 
     /// Its number.
@@ -39,61 +66,95 @@ impl Process {
         self.pid
     }
 
-    /// When it started, in clock ticks since boot: with the number, its name for ever.
+    /// Clock ticks from the host's boot to its start: tells it from a later owner of its number.
     #[must_use]
-    pub fn start(&self) -> u64 {
-        self.start
+    pub fn start_time(&self) -> u64 {
+        self.start_time
     }
 
-    /// Ends it. Ended already: no error.
+    /// Kills it. Gone already: no error.
     ///
     /// # Errors
-    /// If it may not be signalled.
+    /// Those of the call.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.fd, Signal::KILL) {
-            Err(rustix::io::Errno::SRCH) | Ok(()) => Ok(()),
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Another descriptor of the same process. It polls readable once the process has ended.
-    ///
-    /// # Errors
-    /// If there are too many descriptors.
-    pub fn descriptor(&self) -> io::Result<OwnedFd> {
-        self.fd.try_clone()
+    /// Whether it has ended; reaps it if it was our child, and then says how once.
+    #[must_use]
+    pub fn try_reap(&self) -> Option<String> {
+        match waitid(WaitId::PidFd(self.fd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+            Ok(None) => None,
+            Ok(Some(status)) => Some(match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => format!("exit status {code}"),
+                (_, Some(signal)) => format!("signal {signal}"),
+                _ => "unknown status".into(),
+            }),
+            // Not our child (adopted), or reaped before: its number is free, or another's, or it lives.
+            Err(_) => match lives(&self.fd) {
+                true => None,
+                false => Some("unknown status".into()),
+            },
+        }
     }
 }
 
 impl AsFd for Process {
+    /// Readable once the process has ended.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-/// Field 22 of `/proc/PID/stat`; the second field, a name in brackets, may contain anything.
-fn start_time(pid: u32) -> io::Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    let after_name = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
-    let field = after_name.split_ascii_whitespace().nth(19);
-    field.and_then(|field| field.parse().ok()).ok_or_else(|| io::ErrorKind::InvalidData.into())
+impl std::os::fd::AsRawFd for Process {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+/// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.
+fn lives(fd: &OwnedFd) -> bool {
+    let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
+    let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+    !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
+}
+
+/// Field 22 of `/proc/PID/stat`. The name before it may hold anything, so count from its end.
+fn start_time(pid: u32) -> io::Result<Option<u64>> {
+    let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
+    Ok(after.split_ascii_whitespace().nth(19).and_then(|field| field.parse().ok()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::Process;
+    use std::process::Command;
 
     #[test]
-    fn a_recycled_number_is_not_taken_for_the_process() -> std::io::Result<()> {
-        let me = Process::open(std::process::id())?;
-        assert!(Process::reopen(me.pid(), me.start()).is_some());
-        assert!(Process::reopen(me.pid(), me.start() + 1).is_none());
-        let mut child = std::process::Command::new("sleep").arg("60").spawn()?;
-        let process = Process::open(child.id())?;
+    fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
+        let (process, _) = Process::spawn(Command::new("sleep").arg("60"), None)?;
+        assert_eq!(process.try_reap(), None);
+        let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
+        assert_eq!(again.start_time(), process.start_time());
         process.kill()?;
-        child.wait()?;
+        let how = loop {
+            if let Some(how) = process.try_reap() {
+                break how;
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(how, "signal 9");
         process.kill()?;
-        assert!(Process::reopen(process.pid(), process.start()).is_none());
+        assert!(Process::open(process.pid())?.is_none_or(|other| other.start_time() != process.start_time()));
         Ok(())
     }
 }

@@ -35,6 +35,9 @@ pub async fn streams_exit_codes_and_surroundings(world: Arc<World>) -> Result<()
     };
     let done = sandbox.client.exec(sandbox.id, &request).await?;
     ensure!(done.stdout == "hello world\n/usr/lib\nnobody\nnogroup\n", "{done:?}");
+    let nowhere = ExecRequest { cwd: Some("/no/such/dir".into()), user: None, ..request.clone() };
+    let done = sandbox.client.exec(sandbox.id, &nowhere).await?;
+    ensure!(done.exit_code == 126 && done.stderr.contains("/no/such/dir"), "{done:?}");
     let missing = ExecRequest { user: Some("nobody-at-all".into()), ..request.clone() };
     refused(sandbox.client.exec(sandbox.id, &missing).await, 400, "nobody-at-all")?;
 

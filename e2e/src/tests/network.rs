@@ -29,7 +29,6 @@ impl Elsewhere {
             format!("link set kke2e1 netns {NETNS}"),
             "addr add 198.51.100.1/30 dev kke2e0".into(),
             "link set kke2e0 up".into(),
-            // Answers come in there and are passed on to the slots.
             format!("-n {NETNS} addr add {SERVER}/30 dev kke2e1"),
             format!("-n {NETNS} link set kke2e1 up"),
             format!("-n {NETNS} link set lo up"),
@@ -41,6 +40,8 @@ impl Elsewhere {
         ] {
             ip(&step).await?;
         }
+        // Answers come in there and are passed on to the slots.
+        std::fs::write("/proc/sys/net/ipv4/conf/kke2e0/forwarding", "1")?;
         let mut command = Command::new("ip");
         command.args(["netns", "exec", NETNS, "python3", "-m", "http.server", "80", "--directory", "/proc/self"]);
         let server = command

@@ -69,6 +69,7 @@ impl Inner {
 
     /// Prepares a place over a memory image.
     pub(super) async fn place(&self, id: SandboxId, image: &Image) -> Result<Place> {
+        let _turn = self.starting.acquire().await;
         let (slot, resources) = self.ground(id).await?;
         match self.engine.seat(image, resources).await {
             Ok(seat) => Ok(Place { id, seat, slot }),
@@ -94,6 +95,7 @@ impl Inner {
         ticket: Ticket,
         clock: &mut Clock,
     ) -> Result<Live> {
+        let _turn = self.starting.acquire().await;
         let Place { id, seat, slot } = place;
         let (machine, steps) = match frozen.thaw(seat).await {
             Ok(thawed) => thawed,

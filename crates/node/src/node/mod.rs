@@ -91,6 +91,8 @@ pub(crate) struct Inner {
     engine_version: String,
     slots: Slots,
     admission: Admission,
+    /// Machines being started or released at once: more than a few per CPU would only make all of them late.
+    starting: tokio::sync::Semaphore,
     templates: template::Templates,
     sandboxes: RwLock<HashMap<SandboxId, Arc<Sandbox>>>,
 }

@@ -19,6 +19,8 @@ use std::{
     sync::{Arc, Mutex, RwLock},
 };
 
+/// Machines started or released at once, for each CPU.
+const STARTING_PER_CPU: usize = 3;
 /// Network slots built ahead of use.
 const SLOTS_AHEAD: usize = 8;
 
@@ -44,6 +46,7 @@ impl Node {
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
         let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
             config,
@@ -52,6 +55,7 @@ impl Node {
             engine,
             slots,
             admission,
+            starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sandboxes: RwLock::new(HashMap::new()),
         });
@@ -82,7 +86,7 @@ impl Node {
 fn choose_engine(config: &Config, store: &Store) -> Result<Arc<dyn Engine>> {
     match config.engine {
         // The only engine so far; probing chooses between two once there are two.
-        None | Some(EngineKind::Qemu) => Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.root())))),
+        None | Some(EngineKind::Qemu) => Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?)))),
         Some(EngineKind::Kvm) => Err(Error::Invalid("engine kvm is not part of this build: use qemu".into())),
     }
 }
@@ -217,8 +221,10 @@ impl Inner {
     /// Ends whatever runs with a sandbox's resources and removes them.
     async fn end_leftovers(&self, id: SandboxId) -> Result<()> {
         let resources = self.resources(id, None);
-        let ended = self.engine.clear(&resources).await;
-        ended.map_err(|cause| Error::internal("a left-over monitor cannot be ended", cause))?;
+        let stuck = |cause| Error::internal("a left-over monitor cannot be ended", cause);
+        if let Some(machine) = self.engine.adopt(&resources).await.map_err(stuck)? {
+            machine.stop().await.map_err(stuck)?;
+        }
         self.store.remove(resources.dir).await?;
         self.store.remove(resources.run_dir).await
     }

@@ -1,0 +1,84 @@
+//! Finding a machine again after the daemon was restarted.
+//!
+//! Whatever the daemon was doing when it died, the record tells what to do: a seat is ended, a freeze that
+//! had switched the disk is completed as far as the machine goes, one that had not is forgotten, and a
+//! machine that its user did not park runs.
+
+use super::{
+    Host,
+    args::DISK,
+    freeze::{abandon, node_name, promote},
+    machine::{QemuMachine, assemble},
+    process::Monitor,
+    record::{self, Record},
+};
+use crate::{EngineError, Resources, Result};
+use keiki_sys::process::Process;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// The machine of these resources, if it lives.
+pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<QemuMachine>> {
+    let Some(record) = Record::load(resources) else {
+        record::clear(resources)?;
+        return Ok(None);
+    };
+    let process = Process::open(record.pid).map_err(EngineError::at("open", &resources.dir))?;
+    let Some(process) = process.filter(|process| process.start_time() == record.start_time) else {
+        record::clear(resources)?;
+        return Ok(None);
+    };
+    let process = Arc::new(process);
+    let adopted = match record.waiting {
+        true => Err(EngineError::Monitor("was a seat".into())),
+        false => attach(host, Arc::clone(&process), resources, record).await,
+    };
+    match adopted {
+        Ok(machine) => Ok(Some(machine)),
+        Err(error) => {
+            tracing::warn!(dir = %resources.dir.display(), %error, "a monitor was found and ended");
+            process.kill().map_err(EngineError::at("end", &resources.dir))?;
+            while process.try_reap().is_none() {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+            record::clear(resources)?;
+            Ok(None)
+        }
+    }
+}
+
+async fn attach(
+    host: &Arc<Host>,
+    process: Arc<Process>,
+    resources: &Resources,
+    record: Record,
+) -> Result<QemuMachine> {
+    let monitor = Monitor::attach(process, resources, None).await?;
+    let machine = assemble(host, monitor, resources, record).await.map_err(|(_, error)| error)?;
+    let qmp = &machine.0.monitor.qmp;
+    let mut record = machine.0.record.lock().await;
+    if let Some(next) = record.next_top.clone() {
+        let node = node_name(&next);
+        if disk_node(&qmp.run("query-block", json!({})).await?) == Some(node.as_str()) {
+            promote(&mut record, &node);
+            record.save(resources)?;
+        } else {
+            abandon(&machine.0, &mut record).await;
+        }
+    }
+    qmp.run(if record.paused { "stop" } else { "cont" }, json!({})).await?;
+    drop(record);
+    Ok(machine)
+}
+
+/// The block node that the disk device writes to.
+fn disk_node(answer: &Value) -> Option<&str> {
+    let devices = answer.as_array()?;
+    let disk = devices.iter().find(|device| {
+        device
+            .get("qdev")
+            .and_then(Value::as_str)
+            .is_some_and(|path| path.split('/').any(|part| part == DISK))
+    })?;
+    disk.pointer("/inserted/node-name")?.as_str()
+}

@@ -1,0 +1,158 @@
+//! The command line of a monitor.
+//!
+//! It has two halves. [`machine_args`] is what the guest can see: machine type, processor, devices and their
+//! order. It names no path, is the same for a first boot and for every descendant, and its digest goes into
+//! each snapshot, because device state only fits the machine that it was taken of. [`command_line`] adds
+//! what belongs to one copy: memory, disk, sockets, network.
+//!
+//! Three choices are not obvious:
+//! - RAM is always `share=off`, also at the first boot, over an empty file there. Nobody ever writes a memory
+//!   file that a machine runs on, and freezing is one path, not two.
+//! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). Left to measure it, on a busy
+//!   host it fails, falls back to a loop that needs timer interrupts it does not get, and never boots.
+//! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
+
+use crate::{BootSpec, Resources};
+use keiki_protocol::{
+    AGENT_PORT,
+    net::{GUEST_MAC, TAP},
+};
+use keiki_types::Shape;
+use serde_json::json;
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
+
+/// Block node of the top layer at start.
+pub(super) const TOP_NODE: &str = "top";
+/// Id of the disk device.
+pub(super) const DISK: &str = "disk";
+
+/// The sockets of one monitor.
+#[derive(Debug, Clone)]
+pub(super) struct Sockets {
+    pub(super) qmp: PathBuf,
+    pub(super) agent: PathBuf,
+    pub(super) console: PathBuf,
+}
+
+impl Sockets {
+    pub(super) fn of(resources: &Resources) -> Self {
+        let at = |name| resources.run_dir.join(name);
+        Self { qmp: at("qmp.sock"), agent: at("agent.sock"), console: at("console.sock") }
+    }
+
+    pub(super) fn all(&self) -> [&Path; 3] {
+        [&self.qmp, &self.agent, &self.console]
+    }
+}
+
+/// One start of a monitor.
+pub(super) struct Launch<'a> {
+    pub(super) shape: Shape,
+    pub(super) resources: &'a Resources,
+    /// Memory image.
+    pub(super) memory: &'a Path,
+    /// Empty top layer.
+    pub(super) top: &'a Path,
+    /// A first boot, and the raw disk under its top layer. Otherwise the monitor waits for a thaw.
+    pub(super) boot: Option<(&'a BootSpec, &'a Path)>,
+    /// Rate of the time stamp counter, where known.
+    pub(super) tsc_khz: Option<u64>,
+}
+
+/// What the guest can see.
+pub(super) fn machine_args(shape: Shape) -> Vec<String> {
+    let text = [
+        "-machine",
+        "microvm,acpi=on,rtc=on,auto-kernel-cmdline=off,memory-backend=ram",
+        "-accel",
+        "tcg",
+        "-cpu",
+        "max",
+        "-global",
+        "migration.send-configuration=off",
+        "-device",
+        "virtio-serial-device,id=ports,max_ports=2",
+        "-device",
+        &format!("virtserialport,bus=ports.0,chardev=agent,name={AGENT_PORT}"),
+        "-device",
+        &format!("virtio-blk-device,id={DISK},drive={TOP_NODE},werror=report,rerror=report"),
+        "-device",
+        &format!("virtio-net-device,id=net,netdev=slot,mac={GUEST_MAC}"),
+        "-device",
+        "virtio-rng-device,id=entropy,rng=random",
+        "-smp",
+        &shape.vcpus.to_string(),
+        "-m",
+        &format!("{}M", shape.memory_mib),
+    ];
+    text.map(String::from).into()
+}
+
+/// Digest of the above, hex.
+pub(super) fn machine_digest(shape: Shape) -> String {
+    blake3::hash(machine_args(shape).join("\0").as_bytes()).to_hex().to_string()
+}
+
+/// Everything after the program's name.
+pub(super) fn command_line(launch: &Launch<'_>) -> Vec<OsString> {
+    let mut args: Vec<OsString> = Vec::new();
+    let mut add = |list: &[&str]| args.extend(list.iter().map(OsString::from));
+    add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
+    let memory = json!({"qom-type": "memory-backend-file", "id": "ram", "share": false,
+        "size": u64::from(launch.shape.memory_mib) << 20, "mem-path": launch.memory});
+    add(&["-object", &memory.to_string()]);
+    add(&[
+        "-object",
+        &json!({"qom-type": "rng-random", "id": "random", "filename": "/dev/urandom"}).to_string(),
+    ]);
+    let sockets = Sockets::of(launch.resources);
+    let listen = |id, path: &Path| {
+        format!("socket,id={id},path={},server=on,wait=off", path.display().to_string().replace(',', ",,"))
+    };
+    add(&["-chardev", &listen("agent", &sockets.agent), "-chardev", &listen("console", &sockets.console)]);
+    add(&[
+        "-chardev",
+        &listen("qmp", &sockets.qmp),
+        "-mon",
+        "chardev=qmp,mode=control",
+        "-serial",
+        "chardev:console",
+    ]);
+    add(&["-netdev", &netdev(launch.resources)]);
+    if let Some((_, disk)) = launch.boot {
+        add(&["-blockdev", &super::disk::raw_node("base", disk).to_string()]);
+    }
+    let backing = launch.boot.map(|_| "base");
+    add(&["-blockdev", &super::disk::top_node(TOP_NODE, launch.top, backing).to_string()]);
+    args.extend(machine_args(launch.shape).into_iter().map(OsString::from));
+    match launch.boot {
+        Some((spec, _)) => {
+            args.extend([
+                "-kernel".into(),
+                spec.kernel.clone().into(),
+                "-initrd".into(),
+                spec.initrd.clone().into(),
+            ]);
+            args.extend(["-append".into(), kernel_cmdline(spec, launch.tsc_khz).into()]);
+        }
+        None => args.extend(["-S", "-incoming", "defer"].map(OsString::from)),
+    }
+    args
+}
+
+fn netdev(resources: &Resources) -> String {
+    match resources.netns {
+        Some(_) => format!("tap,id=slot,ifname={TAP},script=no,downscript=no"),
+        // The same device in the guest, its cable in nothing.
+        None => "hubport,id=slot,hubid=0".into(),
+    }
+}
+
+fn kernel_cmdline(spec: &BootSpec, tsc_khz: Option<u64>) -> String {
+    let tsc = tsc_khz.map(|khz| format!(" tsc_early_khz={khz}")).unwrap_or_default();
+    format!("console=ttyS0 quiet panic=-1 reboot=t tsc=reliable no_timer_check{tsc} {}", spec.cmdline)
+}

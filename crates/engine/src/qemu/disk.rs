@@ -1,0 +1,153 @@
+//! Disk layers: block nodes, empty tops, and what a layer's header may say.
+//!
+//! A disk is a chain: one raw bottom, immutable overlays, one writable top. No layer's header names another;
+//! the order is ours, given to QEMU node by node. A layer that came with a snapshot is untrusted: a qcow2
+//! header can name other files of the host (a backing file, an external data file), so headers are checked
+//! before QEMU opens them.
+
+use super::Host;
+use crate::{EngineError, Result};
+use keiki_snapshot::{DiskLayer, Format, LAYERS_DIR};
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+/// Where a machine or snapshot keeps a layer.
+pub(super) fn layer_path(dir: &Path, name: &str) -> PathBuf {
+    dir.join(LAYERS_DIR).join(name)
+}
+
+/// A new name for a layer, unlike any other.
+pub(super) fn new_name(format: Format) -> String {
+    let suffix = match format {
+        Format::Raw => "raw",
+        Format::Qcow2 => "qcow2",
+    };
+    format!("{}.{suffix}", uuid::Uuid::now_v7().simple())
+}
+
+/// The raw bottom.
+pub(super) fn raw_node(node: &str, path: &Path) -> Value {
+    json!({"driver": "raw", "node-name": node, "read-only": true, "discard": "unmap",
+        "file": {"driver": "file", "filename": path, "read-only": true, "locking": "off"}})
+}
+
+/// An immutable overlay.
+pub(super) fn overlay_node(node: &str, path: &Path, backing: &str) -> Value {
+    json!({"driver": "qcow2", "node-name": node, "read-only": true, "backing": backing,
+        "file": {"driver": "file", "filename": path, "read-only": true, "locking": "off"}})
+}
+
+/// The writable top. Its file is locked by nobody: once it is a lower layer, the monitors of relatives open
+/// it while this one still holds it.
+pub(super) fn top_node(node: &str, path: &Path, backing: Option<&str>) -> Value {
+    json!({"driver": "qcow2", "node-name": node, "backing": backing, "discard": "unmap",
+        "file": {"driver": "file", "filename": path, "locking": "off", "discard": "unmap"}})
+}
+
+/// Makes an empty top layer.
+pub(super) fn make_top(host: &Host, disk_mib: u32, path: &Path) -> Result<()> {
+    let empty = empty_layer(host, disk_mib)?;
+    fs::copy(&empty, path).map_err(EngineError::at("make", path))?;
+    Ok(())
+}
+
+/// An empty layer for disks of this size, made once a store.
+fn empty_layer(host: &Host, disk_mib: u32) -> Result<PathBuf> {
+    let path = host.config.store.join(format!("empty-{disk_mib}.qcow2"));
+    if path.exists() {
+        return Ok(path);
+    }
+    fs::create_dir_all(&host.config.store).map_err(EngineError::at("make", &host.config.store))?;
+    let new = host.config.store.join(format!(".{}", new_name(Format::Qcow2)));
+    let output = std::process::Command::new(&host.config.qemu_img)
+        .args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=64k"])
+        .arg(&new)
+        .arg(format!("{disk_mib}M"))
+        .output()
+        .map_err(EngineError::at("run", &host.config.qemu_img))?;
+    if !output.status.success() {
+        // The error below matters more.
+        let _ = fs::remove_file(&new);
+        return Err(EngineError::Monitor(format!(
+            "tool failed: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        )));
+    }
+    fs::rename(&new, &path).map_err(EngineError::at("make", &path))?;
+    Ok(path)
+}
+
+/// Checks the layers of a snapshot against what we would have written. Says what is wrong.
+pub(super) fn check_layers(
+    dir: &Path,
+    layers: &[DiskLayer],
+    disk_mib: u32,
+) -> std::result::Result<(), String> {
+    let disk = u64::from(disk_mib) << 20;
+    for layer in layers {
+        match layer.format {
+            Format::Raw if layer.bytes > disk => {
+                return Err(format!("disk layer {} exceeds the disk", layer.name));
+            }
+            Format::Raw => {}
+            Format::Qcow2 => {
+                let mut header = [0; 104];
+                File::open(layer_path(dir, &layer.name))
+                    .and_then(|mut file| file.read_exact(&mut header))
+                    .map_err(|error| format!("disk layer {} cannot be read ({error})", layer.name))?;
+                check_header(&header, disk).map_err(|why| format!("disk layer {} {why}", layer.name))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The fields of a version 3 header that could reach outside the file or change its meaning.
+fn check_header(header: &[u8; 104], disk: u64) -> std::result::Result<(), &'static str> {
+    let number = |at: usize, len: usize| {
+        header.iter().skip(at).take(len).fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+    };
+    let (magic, version, backing, size) = (number(0, 4), number(4, 4), number(8, 8), number(24, 8));
+    let (cluster_bits, encryption, snapshots, incompatible) =
+        (number(20, 4), number(32, 4), number(60, 4), number(72, 8));
+    match () {
+        () if magic != 0x5146_49fb || version != 3 => Err("is not qcow2 version 3"),
+        () if backing != 0 => Err("names a backing file"),
+        () if encryption != 0 => Err("is encrypted"),
+        // Bit 0 says it was not closed: the case for every layer of a running machine's ancestor.
+        () if incompatible & !1 != 0 => Err("needs features that our layers do not have"),
+        () if snapshots != 0 => Err("has internal snapshots"),
+        () if cluster_bits != 16 => Err("has clusters of another size than 64 KiB"),
+        () if size != disk => Err("is for a disk of another size"),
+        () => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_header;
+
+    fn good() -> [u8; 104] {
+        let mut header = [0; 104];
+        header[..8].copy_from_slice(&[0x51, 0x46, 0x49, 0xfb, 0, 0, 0, 3]);
+        header[20..24].copy_from_slice(&16_u32.to_be_bytes());
+        header[24..32].copy_from_slice(&(64_u64 << 20).to_be_bytes());
+        header
+    }
+
+    #[test]
+    fn a_header_that_reaches_outside_is_refused() {
+        let disk = 64 << 20;
+        assert_eq!(check_header(&good(), disk), Ok(()));
+        assert!(check_header(&good(), disk + 1).is_err());
+        for (at, value) in [(0, 1), (7, 2), (15, 1), (23, 9), (35, 1), (63, 1), (79, 4), (72, 1)] {
+            let mut bad = good();
+            bad[at] = value;
+            assert!(check_header(&bad, disk).is_err(), "byte {at}");
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Freeze: memory, device state and disk at one instant.
+//!
+//! ```text
+//!   runs    an empty top layer is made and shown to QEMU; what the guest wrote to the old one is flushed;
+//!           the new image becomes a reflink of the memory image the machine runs on; pages are looked at
+//!   stop ── pages are read into a buffer │ device state is saved, the disk switches to the new top ── cont
+//!   runs    pages are written out; the old top gets its name in the frozen directory
+//! ```
+//!
+//! The pause holds only what needs the machine to stand still. A crash of ours anywhere in it is mended by
+//! whoever adopts the machine: the record names the top that was about to be switched to, and whether the
+//! machine was parked by its user.
+
+use super::{
+    disk,
+    machine::Running,
+    memory::Copier,
+    process::{blocking, remove_file},
+    record::{Layer, Record},
+    thaw::QemuFrozen,
+};
+use crate::{EngineError, FreezeReport, Image, Result, Steps};
+use keiki_snapshot::{
+    DiskLayer, Format, KIND, LAYERS_DIR, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
+};
+use serde_json::json;
+use std::{
+    fs::{self, File},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// Times the steps of one operation.
+pub(super) struct Stopwatch {
+    last: Instant,
+    steps: Steps,
+}
+
+impl Stopwatch {
+    pub(super) fn start() -> Self {
+        Self { last: Instant::now(), steps: Steps::default() }
+    }
+
+    /// The time since the last step was this step's.
+    pub(super) fn step(&mut self, name: &'static str) {
+        let now = Instant::now();
+        self.steps.0.push((name, now.duration_since(self.last)));
+        self.last = now;
+    }
+
+    pub(super) fn done(self) -> Steps {
+        self.steps
+    }
+}
+
+/// Freezes the machine into `image`. On error the image's directory is empty and the machine goes on.
+pub(super) async fn freeze(machine: &Running, image: Image) -> Result<(QemuFrozen, FreezeReport)> {
+    let mut record = machine.record.lock().await;
+    if image.shape != machine.shape {
+        return Err(EngineError::Monitor("has another shape than the image".into()));
+    }
+    let frozen = try_freeze(machine, &mut record, &image).await;
+    if frozen.is_err() {
+        abandon(machine, &mut record).await;
+        let dir = image.dir.clone();
+        blocking(move || clear_image(&dir)).await?;
+    }
+    frozen
+}
+
+async fn try_freeze(
+    machine: &Running,
+    record: &mut Record,
+    image: &Image,
+) -> Result<(QemuFrozen, FreezeReport)> {
+    let mut watch = Stopwatch::start();
+    let made_by = machine.host.made(machine.shape).await?;
+    let (copier, node) = prepare(machine, record, image).await?;
+    watch.step("prepare");
+    let (copied, pause) = stand_still(machine, record, image, copier, &node, &mut watch).await?;
+    let (copier, private_bytes) = copied?;
+    let (dir, from, layers) = (image.dir.clone(), machine.resources.dir.clone(), record.layers.clone());
+    let (state, layers) = blocking(move || {
+        copier.finish()?;
+        link_layers(&from, &dir, &layers)
+    })
+    .await?;
+    watch.step("write");
+    let manifest = Manifest {
+        kind: KIND.into(),
+        version: VERSION,
+        created_at: now(),
+        made_by,
+        shape: machine.shape,
+        memory: Memory { bytes: u64::from(machine.shape.memory_mib) << 20 },
+        state,
+        layers,
+    };
+    let frozen = QemuFrozen::new(&machine.host, &image.dir, manifest);
+    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
+}
+
+/// What is done before the stop: the copier, and the block node of the new top.
+async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Result<(Copier, String)> {
+    let next = disk::new_name(Format::Qcow2);
+    let path = disk::layer_path(&machine.resources.dir, &next);
+    record.next_top = Some(next.clone());
+    record.save(&machine.resources)?;
+    let pid = machine.monitor.process.pid();
+    let (host, base, top) = (
+        std::sync::Arc::clone(&machine.host),
+        machine.base(),
+        disk::layer_path(&machine.resources.dir, &record.top),
+    );
+    let (dir, disk_mib, new_top) = (image.dir.clone(), machine.shape.disk_mib, path.clone());
+    let copier = blocking(move || {
+        disk::make_top(&host, disk_mib, &new_top)?;
+        // What the pause would have to flush otherwise.
+        File::open(&top).and_then(|file| file.sync_data()).map_err(EngineError::at("flush", &top))?;
+        Copier::prepare(pid, &base, &dir.join(MEMORY_FILE))
+    })
+    .await?;
+    // Block nodes live as long as the monitor; a layer's name is unlike any other's.
+    let node = node_name(&next);
+    let add = disk::top_node(&node, &path, None);
+    let add = with_null_backing(add);
+    machine.monitor.qmp.run("blockdev-add", add).await?;
+    Ok((copier, node))
+}
+
+/// QEMU's names of nodes have at most 31 characters and begin with a letter.
+pub(super) fn node_name(layer: &str) -> String {
+    let plain = layer.split('.').next().unwrap_or_default();
+    // The last characters of a name are random, the first are its time.
+    let tail = plain.len().saturating_sub(28);
+    format!("n{}", plain.get(tail..).unwrap_or_default())
+}
+
+/// Says that there is no backing: absent would mean "as the header says".
+fn with_null_backing(mut node: serde_json::Value) -> serde_json::Value {
+    if let Some(fields) = node.as_object_mut() {
+        fields.insert("backing".into(), serde_json::Value::Null);
+    }
+    node
+}
+
+type Copied = Result<(Copier, u64)>;
+
+/// The pause. Whatever fails in it, the machine runs afterwards if it ran before.
+async fn stand_still(
+    machine: &Running,
+    record: &mut Record,
+    image: &Image,
+    mut copier: Copier,
+    node: &str,
+    watch: &mut Stopwatch,
+) -> Result<(Copied, Duration)> {
+    let qmp = &machine.monitor.qmp;
+    let started = Instant::now();
+    qmp.run("stop", json!({})).await?;
+    watch.step("stop");
+    let state = image.dir.join(STATE_FILE);
+    let switch = async {
+        qmp.run("xen-save-devices-state", json!({"filename": state})).await?;
+        let arguments = json!({"node": record.top_node, "overlay": node});
+        qmp.run("blockdev-snapshot", arguments).await
+    };
+    let copy = blocking(move || copier.take().map(|bytes| (copier, bytes)));
+    let (switched, copied) = tokio::join!(switch, copy);
+    watch.step("take");
+    let resumed = if record.paused { Ok(json!({})) } else { qmp.run("cont", json!({})).await };
+    watch.step("cont");
+    let pause = started.elapsed();
+    match switched {
+        Ok(_) => promote(record, node),
+        Err(error) => return Err(full_or(error, &image.dir)),
+    }
+    record.save(&machine.resources)?;
+    resumed?;
+    Ok((copied, pause))
+}
+
+/// The disk has switched: the old top is a lower layer now.
+pub(super) fn promote(record: &mut Record, node: &str) {
+    let Some(next) = record.next_top.take() else { return };
+    let name = std::mem::replace(&mut record.top, next);
+    record.layers.push(Layer { name, format: Format::Qcow2 });
+    record.top_node = node.to_owned();
+}
+
+/// Forgets a top that was not switched to. Best effort: the error that led here matters more, and a file
+/// that stays is removed with the machine.
+pub(super) async fn abandon(machine: &Running, record: &mut Record) {
+    let Some(next) = record.next_top.take() else { return };
+    let path = disk::layer_path(&machine.resources.dir, &next);
+    let forgotten = machine.monitor.qmp.run("blockdev-del", json!({"node-name": node_name(&next)})).await;
+    let removed = remove_file(&path);
+    let saved = record.save(&machine.resources);
+    for error in [forgotten.err(), removed.err(), saved.err()].into_iter().flatten() {
+        tracing::debug!(%error, "after a failed freeze");
+    }
+}
+
+/// QEMU tells a full disk as "an I/O error": ask the filesystem.
+fn full_or(error: EngineError, dir: &Path) -> EngineError {
+    const NEEDED: u64 = 1 << 20;
+    let said = matches!(&error, EngineError::Monitor(why) if why.contains("No space left"));
+    let free = rustix::fs::statvfs(dir).map(|stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+    if said || free.is_ok_and(|free| free < NEEDED) { EngineError::NoSpace(dir.to_owned()) } else { error }
+}
+
+/// Gives every lower layer its name in the frozen directory, and measures what the manifest tells.
+fn link_layers(from: &Path, dir: &Path, layers: &[Layer]) -> Result<(State, Vec<DiskLayer>)> {
+    super::make_layers_dir(dir)?;
+    let mut listed = Vec::new();
+    for layer in layers {
+        let (old, new) = (disk::layer_path(from, &layer.name), disk::layer_path(dir, &layer.name));
+        fs::hard_link(&old, &new).map_err(EngineError::at("link", &new))?;
+        let bytes = fs::metadata(&new).map_err(EngineError::at("look at", &new))?.len();
+        listed.push(DiskLayer { name: layer.name.clone(), format: layer.format, bytes });
+    }
+    let path = dir.join(STATE_FILE);
+    let state = fs::read(&path).map_err(EngineError::at("read", &path))?;
+    let blake3 = blake3::hash(&state).to_hex().to_string();
+    Ok((State { bytes: state.len() as u64, blake3 }, listed))
+}
+
+/// Removes what a freeze puts into an image's directory.
+fn clear_image(dir: &Path) -> Result<()> {
+    for name in [MEMORY_FILE, STATE_FILE] {
+        remove_file(&dir.join(name))?;
+    }
+    let layers = dir.join(LAYERS_DIR);
+    match fs::remove_dir_all(&layers) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(EngineError::at("remove", &layers)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn now() -> String {
+    let now = time::OffsetDateTime::now_utc();
+    now.format(&time::format_description::well_known::Rfc3339).unwrap_or_default()
+}

@@ -1,0 +1,194 @@
+//! A machine that runs.
+
+use super::{
+    Host, args, console, disk, freeze, make_layers_dir, make_memory, memory,
+    process::{Monitor, Task, blocking},
+    record::{self, Layer, Record},
+};
+use crate::{BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result};
+use async_trait::async_trait;
+use keiki_snapshot::{Format, MEMORY_FILE};
+use keiki_types::{Shape, api::MemoryUse};
+use serde_json::json;
+use std::{fs, path::PathBuf, sync::Arc};
+use tokio::sync::Mutex;
+
+/// The handle that the node holds.
+pub(super) struct QemuMachine(pub(super) Arc<Running>);
+
+/// The machine. Its record is locked for the length of every change.
+pub(super) struct Running {
+    pub(super) host: Arc<Host>,
+    pub(super) monitor: Monitor,
+    pub(super) resources: Resources,
+    pub(super) shape: Shape,
+    pub(super) record: Mutex<Record>,
+    pub(super) _console: Task,
+}
+
+impl Running {
+    /// The memory image it runs on.
+    pub(super) fn base(&self) -> PathBuf {
+        self.resources.dir.join(MEMORY_FILE)
+    }
+
+    /// An error that knows whether the machine has ended meanwhile.
+    pub(super) fn explain(&self, error: EngineError) -> EngineError {
+        match self.monitor.has_ended() {
+            Some(how) => EngineError::Ended(how),
+            None => error,
+        }
+    }
+}
+
+/// A first boot.
+pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, resources: Resources) -> Result<QemuMachine> {
+    match try_boot(host, spec, &resources).await {
+        Ok(machine) => Ok(machine),
+        Err(error) => {
+            record::clear(&resources)?;
+            Err(error)
+        }
+    }
+}
+
+async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> Result<QemuMachine> {
+    let (bottom, top) = (disk::new_name(Format::Raw), disk::new_name(Format::Qcow2));
+    let bottom_path = disk::layer_path(&resources.dir, &bottom);
+    let top_path = disk::layer_path(&resources.dir, &top);
+    let job = (Arc::clone(host), spec.clone(), resources.dir.clone(), bottom_path.clone(), top_path.clone());
+    blocking(move || {
+        let (host, spec, dir, bottom, top) = job;
+        make_layers_dir(&dir)?;
+        make_memory(&dir, spec.shape)?;
+        if fs::hard_link(&spec.disk, &bottom).is_err() {
+            fs::copy(&spec.disk, &bottom).map_err(EngineError::at("copy", &spec.disk))?;
+        }
+        disk::make_top(&host, spec.shape.disk_mib, &top)
+    })
+    .await?;
+    let launch = args::Launch {
+        shape: spec.shape,
+        resources,
+        memory: &resources.dir.join(MEMORY_FILE),
+        top: &top_path,
+        boot: Some((spec, &bottom_path)),
+        tsc_khz: host.tsc_khz().await,
+    };
+    let monitor = Monitor::start(&host.config.binary, &launch).await?;
+    let record = Record {
+        version: record::VERSION,
+        pid: monitor.process.pid(),
+        start_time: monitor.process.start_time(),
+        shape: spec.shape,
+        layers: vec![Layer { name: bottom, format: Format::Raw }],
+        top,
+        top_node: args::TOP_NODE.into(),
+        next_top: None,
+        paused: false,
+        waiting: false,
+    };
+    match assemble(host, monitor, resources, record).await {
+        Ok(machine) => Ok(machine),
+        Err((monitor, error)) => {
+            monitor.kill().await?;
+            Err(error)
+        }
+    }
+}
+
+/// Makes the machine of its parts: log, record. On error the monitor comes back, to be ended.
+pub(super) async fn assemble(
+    host: &Arc<Host>,
+    monitor: Monitor,
+    resources: &Resources,
+    record: Record,
+) -> std::result::Result<QemuMachine, (Monitor, EngineError)> {
+    let console = match console::pump(&args::Sockets::of(resources).console, resources).await {
+        Ok(console) => console,
+        Err(error) => return Err((monitor, error)),
+    };
+    if let Err(error) = record.save(resources) {
+        return Err((monitor, error));
+    }
+    Ok(QemuMachine(Arc::new(Running {
+        host: Arc::clone(host),
+        monitor,
+        resources: resources.clone(),
+        shape: record.shape,
+        record: Mutex::new(record),
+        _console: console,
+    })))
+}
+
+#[async_trait]
+impl Machine for QemuMachine {
+    fn resources(&self) -> &Resources {
+        &self.0.resources
+    }
+
+    fn shape(&self) -> Shape {
+        self.0.shape
+    }
+
+    async fn pause(&self) -> Result<()> {
+        self.set_paused(true).await
+    }
+
+    async fn resume(&self) -> Result<()> {
+        self.set_paused(false).await
+    }
+
+    async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
+        let running = Arc::clone(&self.0);
+        // A task of its own: a caller that goes away must not leave the machine parked.
+        let task = tokio::spawn(async move { freeze::freeze(&running, image).await });
+        let result = task.await.map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?;
+        let (frozen, report) = result.map_err(|error| self.0.explain(error))?;
+        Ok((Arc::new(frozen), report))
+    }
+
+    async fn stop(&self) -> Result<()> {
+        // Killed before the lock is asked for: a freeze that is under way fails and lets go.
+        self.0.monitor.kill().await?;
+        let _record = self.0.record.lock().await;
+        let resources = self.0.resources.clone();
+        blocking(move || record::clear(&resources)).await
+    }
+
+    async fn ended(&self) -> String {
+        self.0.monitor.wait().await
+    }
+
+    async fn memory(&self) -> Result<MemoryUse> {
+        let (pid, base) = (self.0.monitor.process.pid(), self.0.base());
+        let guest = u64::from(self.0.shape.memory_mib) << 20;
+        blocking(move || memory::memory_use(pid, &base, guest)).await.map_err(|error| self.0.explain(error))
+    }
+
+    fn agent_socket(&self) -> PathBuf {
+        args::Sockets::of(&self.0.resources).agent
+    }
+
+    async fn console(&self, limit: usize) -> Vec<u8> {
+        console::tail(&self.0.resources, limit)
+    }
+}
+
+impl QemuMachine {
+    async fn set_paused(&self, paused: bool) -> Result<()> {
+        let mut record = self.0.record.lock().await;
+        // The wish is recorded first: whoever finds the machine after a crash fulfils it.
+        let before = std::mem::replace(&mut record.paused, paused);
+        record.save(&self.0.resources)?;
+        let command = if paused { "stop" } else { "cont" };
+        match self.0.monitor.qmp.run(command, json!({})).await {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                record.paused = before;
+                record.save(&self.0.resources)?;
+                Err(self.0.explain(error))
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! A monitor process: started apart, watched by descriptor, killed by descriptor.
+//!
+//! Monitors outlive the daemon, so nothing here ends one by being dropped, except a seat's (see `thaw`).
+//! Standard error is a pipe that we drain into a small buffer: a monitor that complains without end fills
+//! no disk, and when the daemon is gone its complaints go nowhere.
+
+use super::{
+    args::{Launch, Sockets, command_line},
+    qmp::Qmp,
+};
+use crate::{EngineError, Resources, Result};
+use keiki_sys::process::Process;
+use std::{
+    fs::File,
+    path::Path,
+    process::{ChildStderr, Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, Interest, unix::AsyncFd},
+    sync::watch,
+    task::JoinHandle,
+    time::timeout,
+};
+
+/// How long a monitor may take to listen on its control socket.
+const START: Duration = Duration::from_secs(20);
+/// How long a killed monitor may take to be gone: it unmaps its RAM.
+const KILL: Duration = Duration::from_secs(10);
+/// What is kept of a monitor's standard error.
+const STDERR_KEPT: usize = 4096;
+
+/// A task that ends with its owner.
+pub(super) struct Task(pub(super) JoinHandle<()>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// A monitor and our connection to it.
+pub(super) struct Monitor {
+    pub(super) process: Arc<Process>,
+    pub(super) qmp: Qmp,
+    stderr: Arc<Mutex<Vec<u8>>>,
+    /// How the process ended.
+    ended: watch::Receiver<Option<String>>,
+    _tasks: Vec<Task>,
+}
+
+impl Monitor {
+    /// Starts a monitor and waits for its control socket.
+    pub(super) async fn start(binary: &Path, launch: &Launch<'_>) -> Result<Self> {
+        let sockets = Sockets::of(launch.resources);
+        for socket in sockets.all() {
+            remove_file(socket)?;
+        }
+        let mut command = Command::new(binary);
+        command.args(command_line(launch)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let netns = match &launch.resources.netns {
+            Some(path) => Some(File::open(path).map_err(EngineError::at("open", path))?.into()),
+            None => None,
+        };
+        let path = binary.to_owned();
+        let (process, stderr) =
+            blocking(move || Process::spawn(&mut command, netns).map_err(EngineError::at("start", &path)))
+                .await?;
+        let process = Arc::new(process);
+        match Self::attach(Arc::clone(&process), launch.resources, stderr).await {
+            Ok(monitor) => Ok(monitor),
+            Err(error) => {
+                process.kill().map_err(EngineError::at("kill", binary))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Connects to a monitor that runs.
+    pub(super) async fn attach(
+        process: Arc<Process>,
+        resources: &Resources,
+        pipe: Option<ChildStderr>,
+    ) -> Result<Self> {
+        let stderr = Arc::new(Mutex::new(Vec::new()));
+        let mut tasks = Vec::new();
+        if let Some(pipe) = pipe {
+            let pipe = tokio::net::unix::pipe::Receiver::from_owned_fd(pipe.into())
+                .map_err(EngineError::at("watch", &resources.run_dir))?;
+            tasks.push(Task(tokio::spawn(drain(pipe, Arc::clone(&stderr)))));
+        }
+        let (told, ended) = watch::channel(None);
+        // The safe constructor: its worry, a descriptor that changes while watched, cannot come from `Process`.
+        #[expect(deprecated)]
+        let watched = AsyncFd::with_interest(Arc::clone(&process), Interest::READABLE)
+            .map_err(EngineError::at("watch", &resources.run_dir))?;
+        // Not aborted with us: whoever dies while nobody looks must still be reaped.
+        tokio::spawn(reap(watched, told));
+        let alive = || ended.borrow().is_none();
+        let qmp = Qmp::connect(&Sockets::of(resources).qmp, START, alive).await;
+        let qmp = qmp.map_err(|error| match complaint(&stderr) {
+            Some(complaint) => EngineError::Monitor(format!("did not start: {complaint}")),
+            None => error,
+        })?;
+        Ok(Self { process, qmp, stderr, ended, _tasks: tasks })
+    }
+
+    /// How it ended, if it has.
+    pub(super) fn has_ended(&self) -> Option<String> {
+        let how = self.ended.borrow().clone()?;
+        Some(match (self.qmp.shutdown_reason(), complaint(&self.stderr)) {
+            (Some(reason), _) => reason,
+            (None, Some(complaint)) => format!("{how}: {complaint}"),
+            (None, None) => how,
+        })
+    }
+
+    /// Resolves when it has ended.
+    pub(super) async fn wait(&self) -> String {
+        let mut ended = self.ended.clone();
+        // An error means that the runtime shuts down: nothing more will be known.
+        let _ = ended.wait_for(Option::is_some).await;
+        self.has_ended().unwrap_or_else(|| "unknown".into())
+    }
+
+    /// Kills it and waits until it is gone.
+    pub(super) async fn kill(&self) -> Result<()> {
+        kill(&self.process)?;
+        timeout(KILL, self.wait()).await.map_err(|_| EngineError::Monitor("does not die".into()))?;
+        Ok(())
+    }
+}
+
+fn kill(process: &Process) -> Result<()> {
+    process.kill().map_err(|source| EngineError::Io { what: "cannot kill the monitor".into(), source })
+}
+
+/// The last line of what it wrote to standard error.
+fn complaint(stderr: &Mutex<Vec<u8>>) -> Option<String> {
+    let bytes = stderr.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = String::from_utf8_lossy(&bytes);
+    // Said at every start or load, and harmless.
+    let harmless = ["Expected vmdescription", "is not connected to host network"];
+    let mut lines = text.lines().filter(|line| !line.trim().is_empty());
+    lines
+        .rfind(|line| !harmless.iter().any(|known| line.contains(known)))
+        .map(|line| line.chars().take(400).collect())
+}
+
+async fn drain(mut pipe: tokio::net::unix::pipe::Receiver, kept: Arc<Mutex<Vec<u8>>>) {
+    let mut buffer = [0; 1024];
+    while let Ok(count @ 1..) = pipe.read(&mut buffer).await {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(buffer.iter().take(count));
+        let excess = kept.len().saturating_sub(STDERR_KEPT);
+        kept.drain(..excess);
+    }
+}
+
+async fn reap(watched: AsyncFd<Arc<Process>>, told: watch::Sender<Option<String>>) {
+    loop {
+        let ready = watched.readable().await;
+        if let Some(how) = watched.get_ref().try_reap() {
+            told.send_replace(Some(how));
+            return;
+        }
+        match ready {
+            Ok(mut guard) => guard.clear_ready(),
+            Err(_) => return,
+        }
+    }
+}
+
+/// Runs what blocks off the async threads.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?
+}
+
+/// Removes a file. Gone already: no error.
+pub(super) fn remove_file(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(EngineError::at("remove", path)(error))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,289 @@
+//! Thaw: a new machine that goes on where a frozen one stands.
+//!
+//! A seat is a monitor started ahead: RAM mapped from the image (privately, no page of it touched), an empty
+//! top layer without backing, sockets, waiting for a state. A thaw gives the directory its own names of every
+//! file, puts the chain under the top, loads the device state, and lets the vCPUs run. The machine then
+//! needs nothing of the frozen directory any more.
+
+use super::{
+    Host, args, disk,
+    freeze::Stopwatch,
+    machine::{QemuMachine, assemble},
+    make_layers_dir,
+    process::{Monitor, blocking},
+    record::{self, Layer, Record},
+};
+use crate::{EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps};
+use async_trait::async_trait;
+use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE, write_manifest};
+use serde_json::{Value, json};
+use std::{
+    any::Any,
+    fs::{self, File},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// How long loading a device state may take.
+const LOAD: Duration = Duration::from_secs(30);
+
+/// A monitor that waits.
+pub(super) struct QemuSeat {
+    resources: Resources,
+    image: Image,
+    record: Record,
+    /// None once it was taken: nothing is left to end.
+    monitor: Option<Monitor>,
+}
+
+impl QemuSeat {
+    pub(super) async fn start(host: &Arc<Host>, image: &Image, resources: Resources) -> Result<Self> {
+        match Self::try_start(host, image, &resources).await {
+            Ok(seat) => Ok(seat),
+            Err(error) => {
+                record::clear(&resources)?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn try_start(host: &Arc<Host>, image: &Image, resources: &Resources) -> Result<Self> {
+        let top = disk::new_name(Format::Qcow2);
+        let path = disk::layer_path(&resources.dir, &top);
+        let memory = resources.dir.join(MEMORY_FILE);
+        let job = (Arc::clone(host), image.clone(), resources.dir.clone(), path.clone(), memory.clone());
+        blocking(move || {
+            let (host, image, dir, path, memory) = job;
+            make_layers_dir(&dir)?;
+            fs::hard_link(image.dir.join(MEMORY_FILE), &memory).map_err(EngineError::at("link", &memory))?;
+            disk::make_top(&host, image.shape.disk_mib, &path)
+        })
+        .await?;
+        let launch = args::Launch {
+            shape: image.shape,
+            resources,
+            memory: &memory,
+            top: &path,
+            boot: None,
+            tsc_khz: None,
+        };
+        let monitor = Monitor::start(&host.config.binary, &launch).await?;
+        let record = Record {
+            version: record::VERSION,
+            pid: monitor.process.pid(),
+            start_time: monitor.process.start_time(),
+            shape: image.shape,
+            layers: Vec::new(),
+            top,
+            top_node: args::TOP_NODE.into(),
+            next_top: None,
+            paused: false,
+            waiting: true,
+        };
+        record.save(resources)?;
+        Ok(Self { resources: resources.clone(), image: image.clone(), record, monitor: Some(monitor) })
+    }
+}
+
+#[async_trait]
+impl Seat for QemuSeat {
+    fn resources(&self) -> &Resources {
+        &self.resources
+    }
+
+    fn is_alive(&self) -> bool {
+        self.monitor.as_ref().is_some_and(|monitor| monitor.has_ended().is_none())
+    }
+
+    async fn cancel(mut self: Box<Self>) {
+        if let Some(monitor) = self.monitor.take() {
+            end(monitor, self.resources.clone()).await;
+        }
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any + Send> {
+        self
+    }
+}
+
+impl Drop for QemuSeat {
+    fn drop(&mut self) {
+        let Some(monitor) = self.monitor.take() else { return };
+        let ended = monitor.process.kill().map_err(EngineError::at("end", &self.resources.dir));
+        if let Err(error) = ended.and_then(|()| record::clear(&self.resources)) {
+            tracing::warn!(%error, "a seat left something behind");
+        }
+    }
+}
+
+/// Ends a monitor that will not be a machine.
+async fn end(monitor: Monitor, resources: Resources) {
+    let killed = monitor.kill().await;
+    let cleared = blocking(move || record::clear(&resources)).await;
+    for error in [killed.err(), cleared.err()].into_iter().flatten() {
+        tracing::warn!(%error, "a seat left something behind");
+    }
+}
+
+/// A machine at one instant.
+pub(super) struct QemuFrozen {
+    host: Arc<Host>,
+    image: Image,
+    manifest: Manifest,
+}
+
+impl QemuFrozen {
+    pub(super) fn new(host: &Arc<Host>, dir: &Path, manifest: Manifest) -> Self {
+        let image = Image { dir: dir.to_owned(), shape: manifest.shape };
+        Self { host: Arc::clone(host), image, manifest }
+    }
+
+    async fn fill(&self, seat: &mut QemuSeat, monitor: &Monitor, watch: &mut Stopwatch) -> Result<()> {
+        let (from, to, layers) =
+            (self.image.dir.clone(), seat.resources.dir.clone(), self.manifest.layers.clone());
+        blocking(move || {
+            for layer in layers {
+                let new = disk::layer_path(&to, &layer.name);
+                fs::hard_link(disk::layer_path(&from, &layer.name), &new)
+                    .map_err(EngineError::at("link", &new))?;
+            }
+            Ok(())
+        })
+        .await?;
+        watch.step("link");
+        self.attach_chain(seat, monitor).await?;
+        watch.step("disk");
+        let channel = json!({"transport": "file", "filename": self.image.dir.join(STATE_FILE), "offset": 0});
+        let channels = json!({"channels": [{"channel-type": "main", "addr": channel}]});
+        monitor.qmp.run("migrate-incoming", channels).await?;
+        loaded(monitor).await?;
+        watch.step("load");
+        let (waiting, layers) = (
+            false,
+            self.manifest
+                .layers
+                .iter()
+                .map(|layer| Layer { name: layer.name.clone(), format: layer.format })
+                .collect(),
+        );
+        seat.record = Record { waiting, layers, ..seat.record.clone() };
+        Ok(())
+    }
+
+    /// Opens the lower layers, bottom first, and puts the top over them.
+    async fn attach_chain(&self, seat: &QemuSeat, monitor: &Monitor) -> Result<()> {
+        let mut below = String::new();
+        for (index, layer) in self.manifest.layers.iter().enumerate() {
+            let node = format!("layer{index}");
+            let path = disk::layer_path(&seat.resources.dir, &layer.name);
+            let add = match layer.format {
+                Format::Raw => disk::raw_node(&node, &path),
+                Format::Qcow2 => disk::overlay_node(&node, &path, &below),
+            };
+            monitor.qmp.run("blockdev-add", add).await?;
+            below = node;
+        }
+        let top = disk::layer_path(&seat.resources.dir, &seat.record.top);
+        let top = disk::top_node(args::TOP_NODE, &top, Some(&below));
+        monitor.qmp.run("blockdev-reopen", json!({"options": [top]})).await?;
+        Ok(())
+    }
+}
+
+/// Waits until the state is in.
+async fn loaded(monitor: &Monitor) -> Result<()> {
+    let started = Instant::now();
+    loop {
+        let info = monitor.qmp.run("query-migrate", json!({})).await?;
+        match info.get("status").and_then(Value::as_str) {
+            Some("completed") => return Ok(()),
+            Some("failed") => {
+                let why = info.get("error-desc").and_then(Value::as_str).unwrap_or("no reason given");
+                return Err(EngineError::Monitor(format!("cannot load the device state: {why}")));
+            }
+            _ if started.elapsed() > LOAD => {
+                return Err(EngineError::Monitor("does not finish loading the device state".into()));
+            }
+            _ => tokio::time::sleep(Duration::from_millis(1)).await,
+        }
+    }
+}
+
+#[async_trait]
+impl Frozen for QemuFrozen {
+    fn image(&self) -> &Image {
+        &self.image
+    }
+
+    async fn thaw(&self, seat: Box<dyn Seat>) -> Result<(Box<dyn Machine>, Steps)> {
+        let mut seat = seat
+            .into_any()
+            .downcast::<QemuSeat>()
+            .map_err(|_| EngineError::Monitor("is a seat of another engine".into()))?;
+        if seat.image != self.image {
+            return Err(EngineError::Monitor("is a seat of another image".into()));
+        }
+        let mut watch = Stopwatch::start();
+        let Some(monitor) = seat.monitor.take() else {
+            return Err(EngineError::Monitor("was taken from its seat".into()));
+        };
+        let machine = match self.fill(&mut seat, &monitor, &mut watch).await {
+            Ok(()) => assemble(&self.host, monitor, &seat.resources, seat.record.clone()).await,
+            Err(error) => Err((monitor, error)),
+        };
+        let started = match machine {
+            Ok(machine) => start(&machine).await.map(|()| machine),
+            Err((monitor, error)) => {
+                let error = monitor.has_ended().map_or(error, EngineError::Ended);
+                end(monitor, seat.resources.clone()).await;
+                return Err(error);
+            }
+        };
+        watch.step("run");
+        let machine = started?;
+        Ok((Box::new(machine), watch.done()))
+    }
+
+    async fn persist(&self) -> Result<Manifest> {
+        let (dir, manifest) = (self.image.dir.clone(), self.manifest.clone());
+        blocking(move || persist(&dir, manifest)).await
+    }
+}
+
+async fn start(machine: &QemuMachine) -> Result<()> {
+    let monitor = &machine.0.monitor;
+    let run = async {
+        monitor.qmp.run("cont", json!({})).await?;
+        // One more turn of the monitor's loop: in it the guest is told that its agent port has closed. A
+        // connection made before would hide that from it.
+        monitor.qmp.run("query-status", json!({})).await
+    };
+    match run.await {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let error = machine.0.explain(error);
+            machine.stop().await?;
+            Err(error)
+        }
+    }
+}
+
+/// Flushes everything, then says so in the manifest.
+fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
+    let flush = |path: &Path| {
+        File::open(path).and_then(|file| file.sync_all()).map_err(EngineError::at("flush", path))
+    };
+    for layer in &manifest.layers {
+        flush(&disk::layer_path(dir, &layer.name))?;
+    }
+    flush(&dir.join(MEMORY_FILE))?;
+    flush(&dir.join(STATE_FILE))?;
+    flush(&dir.join(keiki_snapshot::LAYERS_DIR))?;
+    flush(dir)?;
+    if let Some(parent) = dir.parent() {
+        flush(parent)?;
+    }
+    write_manifest(dir, &manifest).map_err(|error| super::refusal(dir, error))?;
+    Ok(manifest)
+}

@@ -1,0 +1,232 @@
+//! A real guest for the tests: a kernel package, busybox, and a shell on the agent port.
+//!
+//! `KEIKI_TEST_KERNEL_DIR` names an unpacked kernel package (`boot/vmlinuz-*`, `lib/modules/*`). Needed
+//! beside it: a static busybox (`KEIKI_TEST_BUSYBOX`, default `/bin/busybox`), `xz`, and a directory on a
+//! filesystem with reflinks (`KEIKI_TEST_STORE`).
+#![allow(dead_code)]
+
+use anyhow::{Context, Result, bail};
+use keiki_engine::{
+    BootSpec, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    qemu::{Qemu, QemuConfig},
+};
+use keiki_types::Shape;
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    time::timeout,
+};
+
+pub const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 256, disk_mib: 256 };
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A place for one test, removed with everything in it.
+pub struct Lab {
+    pub engine: Qemu,
+    pub dir: TempDir,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    count: AtomicU32,
+}
+
+/// None, with a message, where there is nothing to run a guest with.
+pub fn lab() -> Result<Option<Lab>> {
+    let Some(package) = std::env::var_os("KEIKI_TEST_KERNEL_DIR").map(PathBuf::from) else {
+        eprintln!("skipped: KEIKI_TEST_KERNEL_DIR is not set, no guest kernel to test with");
+        return Ok(None);
+    };
+    let store = std::env::var_os("KEIKI_TEST_STORE").map_or_else(std::env::temp_dir, PathBuf::from);
+    let dir = tempfile::Builder::new().prefix("keiki-engine-").tempdir_in(store)?;
+    let kernel = first(&package.join("boot"), "vmlinuz")?;
+    let initrd = dir.path().join("initrd");
+    fs::write(&initrd, initramfs(&package)?)?;
+    File::create(dir.path().join("disk.raw"))?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
+    let engine = Qemu::new(QemuConfig::new(dir.path().join("store")));
+    Ok(Some(Lab { engine, dir, kernel, initrd, count: AtomicU32::new(0) }))
+}
+
+fn first(dir: &Path, prefix: &str) -> Result<PathBuf> {
+    let entries = fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+    let mut names: Vec<_> = entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect();
+    names.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)));
+    names.into_iter().next().with_context(|| format!("no {prefix}* in {}", dir.display()))
+}
+
+impl Lab {
+    pub fn fresh(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.dir.path().join(format!("{name}-{}", self.count.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir(&dir)?;
+        Ok(dir)
+    }
+
+    pub fn resources(&self) -> Result<Resources> {
+        let dir = self.fresh("m")?;
+        let run_dir = dir.join("run");
+        fs::create_dir(&run_dir)?;
+        Ok(Resources { dir, run_dir, netns: None })
+    }
+
+    pub fn spec(&self) -> BootSpec {
+        let disk = self.dir.path().join("disk.raw");
+        let (kernel, initrd) = (self.kernel.clone(), self.initrd.clone());
+        BootSpec { shape: SHAPE, kernel, initrd, disk, cmdline: String::new() }
+    }
+
+    pub async fn boot(&self) -> Result<Guest> {
+        let machine = self.engine.boot(&self.spec(), self.resources()?).await?;
+        Guest::connect(machine).await
+    }
+
+    pub async fn freeze(&self, machine: &dyn Machine) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
+        let image = self.engine.image(&self.fresh("f")?, SHAPE).await?;
+        Ok(machine.freeze(image).await?)
+    }
+
+    pub async fn thaw(&self, frozen: &dyn Frozen) -> Result<Guest> {
+        Ok(self.thaw_timed(frozen).await?.0)
+    }
+
+    pub async fn thaw_timed(&self, frozen: &dyn Frozen) -> Result<(Guest, Steps, Duration)> {
+        let started = Instant::now();
+        let seat = self.engine.seat(frozen.image(), self.resources()?).await?;
+        let seated = started.elapsed();
+        let (machine, steps) = frozen.thaw(seat).await?;
+        Ok((Guest::connect(machine).await?, steps, seated))
+    }
+}
+
+/// A machine and a shell in it.
+pub struct Guest {
+    pub machine: Box<dyn Machine>,
+    stream: UnixStream,
+    unread: Vec<u8>,
+    serial: u32,
+}
+
+impl Guest {
+    /// Connects to the shell and waits until it answers. The guest drops what it was told before it noticed
+    /// that the port is new, so the question is repeated.
+    pub async fn connect(machine: Box<dyn Machine>) -> Result<Self> {
+        let stream = UnixStream::connect(machine.agent_socket()).await?;
+        let mut guest = Self { machine, stream, unread: Vec::new(), serial: 0 };
+        let mark = format!("<<HELLO {}>>", guest.machine.resources().dir.display());
+        let wanted = format!("{mark}\n");
+        let hello = async {
+            loop {
+                guest.stream.write_all(format!("echo '{mark}'\n").as_bytes()).await?;
+                let answered = guest.until(&wanted);
+                if timeout(Duration::from_millis(300), answered).await.is_ok() {
+                    return anyhow::Ok(());
+                }
+            }
+        };
+        match timeout(PATIENCE, hello).await {
+            Ok(done) => done?,
+            Err(_) => {
+                let console = guest.machine.console(4000).await;
+                bail!("the guest does not answer; its console: {}", String::from_utf8_lossy(&console));
+            }
+        }
+        Ok(guest)
+    }
+
+    /// Runs a line in the guest's shell and returns what it printed.
+    pub async fn sh(&mut self, line: &str) -> Result<String> {
+        self.serial += 1;
+        let mark = format!("<<DONE {} {}>>\n", std::process::id(), self.serial);
+        let command = format!("{line}\necho '{}'\n", mark.trim());
+        self.stream.write_all(command.as_bytes()).await?;
+        let output =
+            timeout(PATIENCE, self.until(&mark)).await.with_context(|| format!("no answer to {line}"))??;
+        let clean: Vec<_> = output.lines().filter(|line| !line.starts_with("<<")).collect();
+        Ok(clean.join("\n"))
+    }
+
+    async fn until(&mut self, mark: &str) -> Result<String> {
+        loop {
+            let text = String::from_utf8_lossy(&self.unread).into_owned();
+            if let Some(at) = text.find(mark) {
+                self.unread = text.as_bytes().get(at + mark.len()..).unwrap_or_default().to_vec();
+                return Ok(text.get(..at).unwrap_or_default().to_owned());
+            }
+            let mut buffer = [0; 4096];
+            let count = self.stream.read(&mut buffer).await?;
+            if count == 0 {
+                bail!("the agent port closed");
+            }
+            self.unread.extend(buffer.iter().take(count));
+        }
+    }
+}
+
+const INIT: &str = r#"#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/bin
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
+for m in virtio_mmio virtio_blk virtio-rng failover net_failover virtio_net; do insmod /m/$m.ko; done
+echo init
+(n=0; while :; do n=$((n+1)); echo $n > /tmp/n; echo "tick $n"; sleep 0.1; done) &
+while :; do
+  for p in /sys/class/virtio-ports/*; do
+    [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/$(basename $p)
+  done
+  # A shell that ends when the host's end closes.
+  sh <>$port >&0 2>&1
+  sleep 0.02
+done
+"#;
+
+fn initramfs(package: &Path) -> Result<Vec<u8>> {
+    let modules = first(&package.join("lib/modules"), "")?.join("kernel");
+    let busybox = std::env::var_os("KEIKI_TEST_BUSYBOX").map_or_else(|| "/bin/busybox".into(), PathBuf::from);
+    let mut archive = Vec::new();
+    for dir in ["bin", "m", "proc", "sys", "dev", "tmp"] {
+        entry(&mut archive, dir, 0o040_755, &[])?;
+    }
+    entry(&mut archive, "init", 0o100_755, INIT.as_bytes())?;
+    let busybox =
+        fs::read(&busybox).with_context(|| format!("no static busybox at {}", busybox.display()))?;
+    entry(&mut archive, "bin/busybox", 0o100_755, &busybox)?;
+    for module in [
+        "drivers/virtio/virtio_mmio",
+        "drivers/block/virtio_blk",
+        "drivers/char/hw_random/virtio-rng",
+        "net/core/failover",
+        "drivers/net/net_failover",
+        "drivers/net/virtio_net",
+    ] {
+        let path = modules.join(format!("{module}.ko.xz"));
+        let output = Command::new("xz").arg("-dc").arg(&path).output()?;
+        if !output.status.success() {
+            bail!("cannot unpack {}", path.display());
+        }
+        let name = module.rsplit('/').next().unwrap_or_default();
+        entry(&mut archive, &format!("m/{name}.ko"), 0o100_644, &output.stdout)?;
+    }
+    entry(&mut archive, "TRAILER!!!", 0, &[])?;
+    Ok(archive)
+}
+
+/// One file of a cpio archive in the "newc" format.
+fn entry(archive: &mut Vec<u8>, name: &str, mode: u32, data: &[u8]) -> Result<()> {
+    let inode = archive.len();
+    write!(archive, "070701{inode:08x}{mode:08x}{0:08x}{0:08x}{1:08x}{0:08x}{2:08x}", 0, 1, data.len())?;
+    write!(archive, "{0:08x}{0:08x}{0:08x}{0:08x}{1:08x}{0:08x}{name}\0", 0, name.len() + 1)?;
+    let pad = |archive: &mut Vec<u8>| archive.resize(archive.len().next_multiple_of(4), 0);
+    pad(archive);
+    archive.extend(data);
+    pad(archive);
+    Ok(())
+}

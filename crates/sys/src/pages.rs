@@ -1,0 +1,158 @@
+//! Which pages of a private mapping are its own, and what they hold.
+//!
+//! A mapping made with `MAP_PRIVATE` shows its file until a page is written; then that page is the
+//! process's alone. Those pages, over the file, are the whole content. A page is private when it is present
+//! or swapped out, does not belong to the file, and is not the shared zero page.
+//!
+//! Linux 6.7 and later answer that with `PAGEMAP_SCAN`, a call that returns ranges; before, every entry of
+//! `/proc/PID/pagemap` is read. There the zero page cannot be told apart: it is reported as private, which
+//! is right (it reads as zeroes) and only costs a copy.
+
+use rustix::{fd::AsRawFd, io::Errno};
+use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
+
+/// Size of a page on x86-64.
+pub const PAGE: u64 = 4096;
+
+/// The private pages of `range` (addresses of the process whose `/proc/PID/pagemap` this is), as ranges of
+/// addresses in order. The process must stand still, or the answer is of several instants.
+///
+/// # Errors
+/// Those of the calls.
+pub fn private_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    match scan(pagemap, range.clone()) {
+        Err(error)
+            if [Errno::NOTTY, Errno::INVAL]
+                .iter()
+                .any(|e| error.raw_os_error() == Some(e.raw_os_error())) =>
+        {
+            private_pages_by_entry(pagemap, range)
+        }
+        result => result,
+    }
+}
+
+const IS_FILE: u64 = 1 << 2;
+const IS_PRESENT: u64 = 1 << 3;
+const IS_SWAPPED: u64 = 1 << 4;
+const IS_ZERO_PAGE: u64 = 1 << 5;
+
+/// `struct pm_scan_arg` of `linux/fs.h`.
+#[repr(C)]
+#[derive(Default)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Default, Clone, Copy)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: libc::Ioctl = 0xc060_6610;
+
+fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let mut found = Vec::new();
+    let mut regions = vec![Region::default(); 4096];
+    let mut at = range.start;
+    while at < range.end {
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            start: at,
+            end: range.end,
+            vec: regions.as_mut_ptr() as u64,
+            vec_len: regions.len() as u64,
+            category_inverted: IS_FILE | IS_ZERO_PAGE,
+            category_mask: IS_FILE | IS_ZERO_PAGE,
+            category_anyof_mask: IS_PRESENT | IS_SWAPPED,
+            return_mask: IS_PRESENT | IS_SWAPPED,
+            ..ScanArg::default()
+        };
+        // SAFETY: the descriptor is open; `arg` is the structure that this request takes, and `vec` points
+        // to `vec_len` regions which live across the call and are borrowed by nobody else.
+        let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+        let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+        for region in regions.iter().take(count) {
+            push(&mut found, region.start..region.end);
+        }
+        if arg.walk_end <= at {
+            return Err(io::Error::other("the page scan does not advance"));
+        }
+        at = arg.walk_end;
+    }
+    Ok(found)
+}
+
+/// The same by reading one entry a page: what Linux before 6.7 offers.
+///
+/// # Errors
+/// Those of reading.
+pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    const PRESENT: u64 = 1 << 63;
+    const SWAPPED: u64 = 1 << 62;
+    const FILE: u64 = 1 << 61;
+    let mut found = Vec::new();
+    let mut buffer = vec![0; 64 * 1024];
+    let mut page = range.start / PAGE;
+    let last = range.end.div_ceil(PAGE);
+    while page < last {
+        let want = usize::try_from((last - page) * 8).unwrap_or(usize::MAX).min(buffer.len());
+        let chunk = buffer.get_mut(..want).unwrap_or_default();
+        pagemap.read_exact_at(chunk, page * 8)?;
+        for entry in chunk.as_chunks::<8>().0 {
+            let entry = u64::from_ne_bytes(*entry);
+            if entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0 {
+                push(&mut found, page * PAGE..(page + 1) * PAGE);
+            }
+            page += 1;
+        }
+    }
+    Ok(found)
+}
+
+/// Appends, joining what touches.
+fn push(ranges: &mut Vec<Range<u64>>, next: Range<u64>) {
+    match ranges.last_mut() {
+        Some(last) if last.end == next.start => last.end = next.end,
+        _ => ranges.push(next),
+    }
+}
+
+/// Fills `buffer` from another process's memory at `address`.
+///
+/// # Errors
+/// Those of the call; a short read is `UnexpectedEof`.
+pub fn read_memory(pid: u32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
+    let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        let local = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
+        let remote =
+            libc::iovec { iov_base: (address + done as u64) as *mut libc::c_void, iov_len: rest.len() };
+        // SAFETY: `local` describes bytes that we borrow mutably; the remote addresses are only looked up by
+        // the kernel in the other process, which reports those that do not exist.
+        let count = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
+        match usize::try_from(count) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => done += count,
+            Err(_) => return Err(io::Error::last_os_error()),
+        }
+    }
+    Ok(())
+}
