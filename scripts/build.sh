@@ -1,21 +1,38 @@
 #!/usr/bin/env bash
-# Builds keiki and the guest agent into target/keiki/. The guest is static: it runs as PID 1 of any root disk.
+# Builds keiki and the guest agent. The guest is static: it runs as PID 1 of any root disk.
+#
+#   scripts/build.sh          what users run, into target/keiki/
+#   scripts/build.sh dev      what tests run, into target/keiki-dev/: quicker to build, slower to run
+#   scripts/build.sh guest    the agent alone
 . "$(dirname "$0")/lib.sh"
 
+KIND=${1:-release}
 TRIPLE=$(uname -m)-unknown-linux-gnu
-mkdir -p "$OUT"
 
-# put FILE: into place at once, so that a running copy keeps its file.
+# put DIRECTORY FILE: into place at once, so that a running copy keeps its file.
 put() {
-    cmp -s "$1" "$OUT/$(basename "$1")" && return
-    cp "$1" "$OUT/.$(basename "$1").new"
-    mv "$OUT/.$(basename "$1").new" "$OUT/$(basename "$1")"
+    local name
+    name=$(basename "$2")
+    mkdir -p "$1"
+    cmp -s "$2" "$1/$name" && return
+    cp "$2" "$1/.$name.new"
+    mv "$1/.$name.new" "$1/$name"
 }
 
-# guest: the agent alone; all: the agent and keiki.
 RUSTFLAGS='-C target-feature=+crt-static' cargo build --locked -p keiki-guest --profile guest \
     --target "$TRIPLE" --target-dir "$TARGET/guest"
-put "$TARGET/guest/$TRIPLE/guest/keiki-guest"
-[ "${1:-all}" = guest ] && exit
-cargo build --locked --release -p keiki-cli --target-dir "$TARGET"
-put "$TARGET/release/keiki"
+GUEST=$TARGET/guest/$TRIPLE/guest/keiki-guest
+case $KIND in
+guest) put "$OUT" "$GUEST" ;;
+dev)
+    put "$OUT_DEV" "$GUEST"
+    cargo build --locked -p keiki-cli --target-dir "$TARGET"
+    put "$OUT_DEV" "$TARGET/debug/keiki"
+    ;;
+release)
+    put "$OUT" "$GUEST"
+    cargo build --locked --release -p keiki-cli --target-dir "$TARGET"
+    put "$OUT" "$TARGET/release/keiki"
+    ;;
+*) die "no build $KIND: release, dev or guest" ;;
+esac

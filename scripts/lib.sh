@@ -19,6 +19,8 @@ export KEIKI_IMAGE_CACHE=${KEIKI_IMAGE_CACHE:-$STATE/cache}
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
 # What scripts/build.sh leaves: keiki and keiki-guest.
 OUT=$TARGET/keiki
+# What tests run.
+OUT_DEV=$TARGET/keiki-dev
 mkdir -p "$STATE"
 
 say() { printf '%s\n' "$*"; }
@@ -46,4 +48,38 @@ quietly() {
         tail -n 25 "$log" >&2
         return 1
     fi
+}
+
+# A node on its own data below .keiki/NAME and a free port, stopped with everything it made when the script ends:
+# start_node NAME DIRECTORY-OF-PROGRAMS
+start_node() {
+    local home=$STATE/$1 bin=$2
+    # The path of a socket must be short.
+    NODE_RUN=$(mktemp -d /tmp/keiki.XXXXXX)
+    NODE_PID=
+    trap stop_node EXIT
+    mkdir -p "$home"
+    "$bin/keiki" node --data-dir "$home/data" --run-dir "$NODE_RUN/r" --cache-dir "$KEIKI_IMAGE_CACHE" \
+        --guest-binary "$bin/keiki-guest" --listen 127.0.0.1:0 --port-file "$NODE_RUN/port" --store-gib 8 \
+        --slot-range "${KEIKI_SLOT_RANGE:-10.211.0.0/16}" --ephemeral </dev/null >"$home/node.out" 2>"$home/node.log" &
+    NODE_PID=$!
+    local tries=0
+    until [ -s "$NODE_RUN/port" ]; do
+        kill -0 "$NODE_PID" 2>/dev/null || { tail -n 5 "$home/node.log" >&2; die "the node did not start"; }
+        tries=$((tries + 1))
+        [ "$tries" -lt 600 ] || die "the node does not listen; see $home/node.log"
+        sleep 0.1
+    done
+    KEIKI_URL=http://127.0.0.1:$(cat "$NODE_RUN/port")
+    export KEIKI_URL
+}
+
+stop_node() {
+    trap - EXIT
+    if [ -n "${NODE_PID:-}" ]; then
+        kill -TERM "$NODE_PID" 2>/dev/null || true
+        wait "$NODE_PID" || true
+        NODE_PID=
+    fi
+    rm -rf "${NODE_RUN:?}"
 }

@@ -16,7 +16,7 @@ stage_setup() { scripts/setup.sh; }
 stage_fmt() { cargo fmt --all --check; }
 stage_tidy() { cargo xtask tidy; }
 stage_clippy() { cargo clippy --locked --workspace --all-targets -- -D warnings; }
-stage_build() { scripts/build.sh; }
+stage_build() { scripts/build.sh dev; }
 
 stage_deny() {
     if ! cargo deny --version >/dev/null 2>&1; then
@@ -29,12 +29,12 @@ stage_deny() {
 stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
-stage_template() { cargo run --locked --release -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT/keiki-guest"; }
+stage_template() { cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"; }
 
+# One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
-    export KEIKI_BIN=$OUT/keiki KEIKI_GUEST=$OUT/keiki-guest KEIKI_TEST_DIR=$STATE/e2e
-    # Each test owns machines: more at once than CPUs would measure only the scheduler.
-    run_tests -p keiki-e2e
+    KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
+        cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
 }
 
 stage_sdk() {
@@ -45,7 +45,7 @@ stage_sdk() {
         python3 -m venv "$STATE/venv"
         "$python" -m pip install -q --disable-pip-version-check pytest
     fi
-    KEIKI_BIN=$OUT/keiki KEIKI_GUEST=$OUT/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
+    KEIKI_BIN=$OUT_DEV/keiki KEIKI_GUEST=$OUT_DEV/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
 }
 
 # nextest where it is installed: it runs tests beside each other and names the slow ones.
@@ -62,7 +62,7 @@ run_tests() {
 count() {
     local log=$1 ok=$2 sums
     sums=$(sed 's/\x1b\[[0-9;]*m//g' "$log" | awk '
-        /^ *Summary \[/ || /^test result:/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
+        /^ *Summary \[/ || /^test result:/ || /^[0-9]+ passed, [0-9]+ failed$/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
             for (i = 2; i <= NF; i++) {
                 if ($i ~ /^passed/) pass += $(i - 1)
                 if ($i ~ /^failed/) fail += $(i - 1)

@@ -11,6 +11,7 @@
 //! | `KEIKI_E2E_BIN` | directory with `keiki` and `keiki-guest` | beside this program |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
 
+mod names;
 mod node;
 mod sandbox;
 mod tests;
@@ -60,7 +61,8 @@ async fn run() -> Result<bool> {
         .collect();
     let places = Places::from_env()?;
     let begun = Instant::now();
-    let node = Node::start(&places, Options::named("shared")).await?;
+    let names = names::serve().await?.to_string();
+    let node = Node::start(&places, Options::named("shared").with(&["--dns", &names])).await?;
     node.bake().await?;
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });

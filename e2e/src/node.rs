@@ -38,7 +38,11 @@ impl Places {
         let cache = var("KEIKI_E2E_CACHE", here.join("cache"));
         let bin = var("KEIKI_E2E_BIN", beside);
         for program in ["keiki", "keiki-guest"] {
-            ensure!(bin.join(program).is_file(), "{} is missing: build it first", bin.join(program).display());
+            ensure!(
+                bin.join(program).is_file(),
+                "{} is missing: build it first",
+                bin.join(program).display()
+            );
         }
         fs::create_dir_all(&root)?;
         Ok(Self { root, cache, bin })
@@ -64,7 +68,12 @@ pub struct Options {
 impl Options {
     /// A node with directories of this name.
     pub fn named(name: &str) -> Self {
-        Self { name: name.into(), extra: Vec::new(), range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed), store_gib: 6 }
+        Self {
+            name: name.into(),
+            extra: Vec::new(),
+            range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
+            store_gib: 6,
+        }
     }
 
     /// With a store of this size.
@@ -121,7 +130,9 @@ impl Node {
             .spawn()?;
         let out = child.stdout.take().context("no output of the node")?;
         let mut lines = BufReader::new(out).lines();
-        let first = tokio::time::timeout(START_LIMIT, lines.next_line()).await.context("the node did not start")??;
+        let first = tokio::time::timeout(START_LIMIT, lines.next_line())
+            .await
+            .context("the node did not start")??;
         let first = first.with_context(|| format!("the node ended: {}", tail(&home.join("node.log"))))?;
         let url = first.rsplit(' ').next().unwrap_or_default();
         ensure!(url.starts_with("http://"), "unexpected first line {first:?}");
@@ -149,7 +160,7 @@ impl Node {
     }
 
     /// Starts the daemon again after [`Node::kill`].
-    pub async fn restart(self) -> Result<Self> {
+    pub async fn restart(&self) -> Result<Self> {
         let again = Self::start(&self.places, self.options.clone()).await?;
         Ok(again)
     }
@@ -227,6 +238,19 @@ impl Node {
         }
         fs::remove_dir_all(home)?;
         Ok(())
+    }
+}
+
+/// A test that failed drops its node: it is asked to end with all it made, and given time for it.
+impl Drop for Node {
+    fn drop(&mut self) {
+        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
+        let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) else { return };
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        let begun = Instant::now();
+        while begun.elapsed() < STOP_LIMIT && matches!(self.child.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 }
 

@@ -118,7 +118,12 @@ impl Node {
     ///
     /// # Errors
     /// 400, 404, 409.
-    pub async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
+    pub async fn exec(
+        &self,
+        id: SandboxId,
+        request: ExecRequest,
+        pty: Option<(u32, u32)>,
+    ) -> Result<Session> {
         let command = request::command(&request)?;
         let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
         let stdin = stdin(&request)?;
@@ -164,7 +169,11 @@ fn spec(
         id: uuid::Uuid::new_v4().to_string(),
         argv: argv.into_iter().map(Bytes::from).collect(),
         shell: shell.into(),
-        env: request.env.into_iter().map(|(name, value)| EnvVar { name: name.into(), value: value.into() }).collect(),
+        env: request
+            .env
+            .into_iter()
+            .map(|(name, value)| EnvVar { name: name.into(), value: value.into() })
+            .collect(),
         cwd: request.cwd.unwrap_or_default().into(),
         user: request.user.unwrap_or_default(),
         stdin_open: has_stdin || pty.is_some(),

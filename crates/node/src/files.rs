@@ -43,7 +43,12 @@ impl Node {
         let path = checked(path)?;
         let using = self.inner.begin(id).await?;
         let request = ReadFileRequest { path, offset: 0, limit: 0 };
-        let read = call(&using.live.guest, request, |mut guest, request| async move { guest.read_file(request).await });
+        let read =
+            call(
+                &using.live.guest,
+                request,
+                |mut guest, request| async move { guest.read_file(request).await },
+            );
         let mut stream = read.await?;
         let first = stream.message().await.map_err(|status| refusal(&status))?.unwrap_or_default();
         let (size, mode) = (first.size, first.mode);
@@ -61,7 +66,8 @@ impl Node {
         mode: Option<u32>,
         data: BoxStream<'static, Result<Bytes>>,
     ) -> Result<u64> {
-        let header = WriteHeader { path: checked(path)?, mode: mode.unwrap_or(0), parents: true, user: String::new() };
+        let header =
+            WriteHeader { path: checked(path)?, mode: mode.unwrap_or(0), parents: true, user: String::new() };
         let using = self.inner.begin(id).await?;
         // An upload that breaks off is never committed; its error is the caller's, not the guest's.
         let broken = Arc::new(Mutex::new(None));
@@ -80,7 +86,12 @@ impl Node {
     pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let listed = call(&using.live.guest, request, |mut guest, request| async move { guest.list_dir(request).await });
+        let listed =
+            call(
+                &using.live.guest,
+                request,
+                |mut guest, request| async move { guest.list_dir(request).await },
+            );
         let mut entries: Vec<_> = listed.await?.entries.into_iter().map(entry).collect();
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
@@ -93,7 +104,8 @@ impl Node {
     pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let found = call(&using.live.guest, request, |mut guest, request| async move { guest.stat(request).await });
+        let found =
+            call(&using.live.guest, request, |mut guest, request| async move { guest.stat(request).await });
         found.await.map(entry)
     }
 
@@ -142,7 +154,9 @@ impl Node {
     /// # Errors
     /// 400, 404, 409.
     pub async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> {
-        let target = change.target.ok_or_else(|| Error::Invalid("target is required: where the link points".into()))?;
+        let target = change
+            .target
+            .ok_or_else(|| Error::Invalid("target is required: where the link points".into()))?;
         if target.is_empty() || target.contains('\0') {
             return Err(Error::Invalid("target must be a path".into()));
         }
@@ -150,7 +164,12 @@ impl Node {
         self.change(id, request, |mut guest, request| async move { guest.symlink(request).await }).await
     }
 
-    async fn change<R, T, F>(&self, id: SandboxId, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<()>
+    async fn change<R, T, F>(
+        &self,
+        id: SandboxId,
+        request: R,
+        send: impl Fn(GuestClient<Channel>, R) -> F,
+    ) -> Result<()>
     where
         R: Clone,
         F: Future<Output = Result<tonic::Response<T>, Status>>,
@@ -172,7 +191,11 @@ pub fn mode(text: Option<&str>) -> Result<Option<u32>> {
     }
 }
 
-async fn call<R, T, F>(guest: &GuestLink, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
+async fn call<R, T, F>(
+    guest: &GuestLink,
+    request: R,
+    send: impl Fn(GuestClient<Channel>, R) -> F,
+) -> Result<T>
 where
     R: Clone,
     F: Future<Output = Result<tonic::Response<T>, Status>>,

@@ -65,7 +65,8 @@ impl GuestLink {
         let first = call(self.client().await).await;
         let answer = match first {
             Err(status) if is_broken(&status) => {
-                let client = self.reconnect().await.map_err(|error| Status::unavailable(error.to_string()))?;
+                let client =
+                    self.reconnect().await.map_err(|error| Status::unavailable(error.to_string()))?;
                 call(client).await
             }
             answer => answer,

@@ -3,13 +3,13 @@
 //! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here. [`http`] turns requests
 //! into these calls and nothing else.
 
+mod admission;
 pub mod clock;
 pub mod error;
 pub mod exec;
 pub mod files;
-pub mod http;
-mod admission;
 mod guest;
+pub mod http;
 mod lifecycle;
 mod node;
 mod records;

@@ -202,8 +202,9 @@ impl Records {
             let next = u64::try_from(used.unwrap_or(0))? + 1;
             Ok(Inner { connection, next_generation: next, reserved_until: next - 1 })
         };
-        let inner = open()
-            .map_err(|cause| Error::internal(format!("cannot open the records in {}", path.display()), cause))?;
+        let inner = open().map_err(|cause| {
+            Error::internal(format!("cannot open the records in {}", path.display()), cause)
+        })?;
         Ok(Self { inner: Arc::new(Mutex::new(inner)) })
     }
 
@@ -303,13 +304,14 @@ impl Records {
             work(&mut inner.lock().unwrap_or_else(PoisonError::into_inner))
         })
         .await;
-        done.map_err(|cause| Error::internal("the record keeper failed", cause))?.map_err(|cause| {
-            match cause.downcast_ref::<rusqlite::Error>().and_then(rusqlite::Error::sqlite_error_code) {
-                Some(rusqlite::ErrorCode::DiskFull) => {
-                    Error::NoRoom("the disk with the node's records is full".into())
-                }
-                _ => Error::internal("the node's records cannot be read or written", cause),
+        done.map_err(|cause| Error::internal("the record keeper failed", cause))?.map_err(|cause| match cause
+            .downcast_ref::<rusqlite::Error>()
+            .and_then(rusqlite::Error::sqlite_error_code)
+        {
+            Some(rusqlite::ErrorCode::DiskFull) => {
+                Error::NoRoom("the disk with the node's records is full".into())
             }
+            _ => Error::internal("the node's records cannot be read or written", cause),
         })
     }
 }

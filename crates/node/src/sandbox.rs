@@ -83,7 +83,13 @@ impl Sandbox {
         Arc::new(Self {
             id: record.id,
             verb: Arc::default(),
-            state: Mutex::new(State { record, live, in_flight: 0, last_activity: Instant::now(), leaving: false }),
+            state: Mutex::new(State {
+                record,
+                live,
+                in_flight: 0,
+                last_activity: Instant::now(),
+                leaving: false,
+            }),
         })
     }
 
@@ -160,7 +166,11 @@ impl Sandbox {
     }
 
     /// Gives it a machine and a state at once.
-    pub fn set_live(&self, live: Option<Arc<Live>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
+    pub fn set_live(
+        &self,
+        live: Option<Arc<Live>>,
+        change: impl FnOnce(&mut SandboxRecord),
+    ) -> SandboxRecord {
         let mut state = self.state();
         state.live = live;
         state.last_activity = Instant::now();
@@ -192,7 +202,11 @@ impl Sandbox {
         let state = self.state();
         let record = &state.record;
         let guest_ip = state.live.as_ref().and_then(|live| {
-            live.slot.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|slot| slot.outside().to_string())
+            live.slot
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .as_ref()
+                .map(|slot| slot.outside().to_string())
         });
         api::Sandbox {
             id: record.id,

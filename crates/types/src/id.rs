@@ -98,7 +98,7 @@ impl FromStr for TemplateName {
         let fits = (1..=64).contains(&text.len())
             && text.starts_with(plain)
             && text.chars().all(|c| plain(c) || c == '-')
-            && text != "builds";
+            && !matches!(text, "build" | "builds");
         if fits { Ok(Self(text.into())) } else { Err(IdError::NotName(text.chars().take(80).collect())) }
     }
 }
@@ -140,7 +140,7 @@ mod tests {
         for good in ["base", "code-interpreter", "py3"] {
             assert!(good.parse::<TemplateName>().is_ok(), "{good}");
         }
-        for bad in ["", "-a", "A", "../x", "a/b", "a b", "builds", "é", &"x".repeat(65)] {
+        for bad in ["", "-a", "A", "../x", "a/b", "a b", "build", "builds", "é", &"x".repeat(65)] {
             assert!(bad.parse::<TemplateName>().is_err(), "{bad}");
         }
     }

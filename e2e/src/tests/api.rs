@@ -33,8 +33,18 @@ pub async fn requests_are_checked_and_named(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(client).await?;
     for (request, words) in [
         (ExecRequest::default(), "cmd"),
-        (ExecRequest { cmd: Some("x".into()), timeout_seconds: Some(0.0), ..ExecRequest::default() }, "timeout_seconds"),
-        (ExecRequest { cmd: Some("x".into()), env: BTreeMap::from([("a=b".into(), "c".into())]), ..ExecRequest::default() }, "env"),
+        (
+            ExecRequest { cmd: Some("x".into()), timeout_seconds: Some(0.0), ..ExecRequest::default() },
+            "timeout_seconds",
+        ),
+        (
+            ExecRequest {
+                cmd: Some("x".into()),
+                env: BTreeMap::from([("a=b".into(), "c".into())]),
+                ..ExecRequest::default()
+            },
+            "env",
+        ),
     ] {
         refused(client.exec(sandbox.id, &request).await, 400, words)?;
     }
@@ -52,7 +62,8 @@ pub async fn unknown_things_are_404(world: Arc<World>) -> Result<()> {
     refused(client.get_snapshot(SnapshotId::new()).await, 404, "no snapshot")?;
     let request = CreateSandbox { template: Some("never-made".into()), ..CreateSandbox::default() };
     refused(client.create(&request).await, 404, "never-made")?;
-    let request = CreateSandbox { from_snapshot: Some(SnapshotId::new().to_string()), ..CreateSandbox::default() };
+    let request =
+        CreateSandbox { from_snapshot: Some(SnapshotId::new().to_string()), ..CreateSandbox::default() };
     refused(client.create(&request).await, 404, "no snapshot")
 }
 

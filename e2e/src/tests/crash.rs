@@ -40,7 +40,10 @@ pub async fn a_killed_node_finds_its_machines_again(world: Arc<World>) -> Result
     ensure!(asleep.view().await?.status == Status::Hibernated, "no longer hibernated");
     ensure!(asleep.sh("cat /dev/shm/x").await? == "kept", "hibernated");
     ensure!(running.fork_one().await?.sh("cat /dev/shm/x").await? == "kept", "a fork after the crash");
-    ensure!(Sandbox::restore(&node.client, &snapshot).await?.sh("cat /dev/shm/x").await? == "kept", "the snapshot");
+    ensure!(
+        Sandbox::restore(&node.client, &snapshot).await?.sh("cat /dev/shm/x").await? == "kept",
+        "the snapshot"
+    );
     node.finish().await
 }
 
@@ -58,7 +61,10 @@ pub async fn killed_in_the_middle_of_everything(world: Arc<World>) -> Result<()>
                 match verb {
                     "create" => client.create(&CreateSandbox::default()).await.map(drop),
                     "snapshot" => client.snapshot(id).await.map(drop),
-                    "fork" => client.fork(id, &ForkSandbox { count: Some(2), ..ForkSandbox::default() }).await.map(drop),
+                    "fork" => client
+                        .fork(id, &ForkSandbox { count: Some(2), ..ForkSandbox::default() })
+                        .await
+                        .map(drop),
                     _ => client.hibernate(id).await.map(drop),
                 }
             });
@@ -67,7 +73,10 @@ pub async fn killed_in_the_middle_of_everything(world: Arc<World>) -> Result<()>
             let acknowledged = under_way.await?.is_ok();
             node = node.restart().await?;
             check(&node, &keeper, verb, acknowledged).await.map_err(|error| {
-                anyhow::anyhow!("{verb}, killed after {delay} ms (round {round}): {error:#}; the node says\n{}", node.log_tail())
+                anyhow::anyhow!(
+                    "{verb}, killed after {delay} ms (round {round}): {error:#}; the node says\n{}",
+                    node.log_tail()
+                )
             })?;
         }
     }
@@ -80,7 +89,8 @@ pub async fn killed_in_the_middle_of_everything(world: Arc<World>) -> Result<()>
 async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) -> Result<()> {
     let keeper = Sandbox { client: node.client.clone(), id: keeper.id };
     ensure!(keeper.sh("cat /dev/shm/x").await? == "kept", "the sandbox lost its memory");
-    let others: Vec<_> = node.client.list(false).await?.into_iter().filter(|one| one.id != keeper.id).collect();
+    let others: Vec<_> =
+        node.client.list(false).await?.into_iter().filter(|one| one.id != keeper.id).collect();
     let made = match verb {
         "create" => 1,
         "fork" => 2,
@@ -98,7 +108,10 @@ async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) ->
     let mut snapshots = node.client.snapshots(None).await?;
     snapshots.pop();
     for snapshot in snapshots {
-        node.client.delete_snapshot(snapshot.id).await.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })?;
+        node.client
+            .delete_snapshot(snapshot.id)
+            .await
+            .or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })?;
     }
     // Places ahead are refilled in the background: at most two beside the keeper.
     let traces = node.traces()?;

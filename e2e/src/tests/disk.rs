@@ -25,7 +25,10 @@ pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<
     refused(client.create(&CreateSandbox::default()).await, 507, "insufficient host storage")?;
     ensure!(sandbox.sh("cat /dev/shm/x /root/y").await? == "kept\nkept", "the sandbox");
     ensure!(client.snapshots(None).await?.len() == before, "a snapshot that was refused is listed");
-    ensure!(fs::read_dir(node.data.join("store/snapshots"))?.count() == before, "a refused snapshot left files");
+    ensure!(
+        fs::read_dir(node.data.join("store/snapshots"))?.count() == before,
+        "a refused snapshot left files"
+    );
     ensure!(fs::read_dir(node.data.join("store/scratch"))?.count() == 0, "scratch was left");
     fs::remove_file(&ballast)?;
     let snapshot = sandbox.snapshot().await?;

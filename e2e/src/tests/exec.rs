@@ -15,11 +15,19 @@ use std::{
 pub async fn streams_exit_codes_and_surroundings(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let done = sandbox.exec("echo out; echo err >&2; exit 3").await?;
-    ensure!((done.stdout.as_str(), done.stderr.as_str(), done.exit_code) == ("out\n", "err\n", 3), "{done:?}");
-    for (line, code) in [("kill -9 $$", 137), ("kill -TERM $$", 143), ("no-such-command", 127), ("/etc/passwd", 126)] {
+    ensure!(
+        (done.stdout.as_str(), done.stderr.as_str(), done.exit_code) == ("out\n", "err\n", 3),
+        "{done:?}"
+    );
+    for (line, code) in
+        [("kill -9 $$", 137), ("kill -TERM $$", 143), ("no-such-command", 127), ("/etc/passwd", 126)]
+    {
         ensure!(sandbox.exec(line).await?.exit_code == code, "`{line}` must exit with {code}");
     }
-    let argv = |argv: &[&str]| ExecRequest { argv: Some(argv.iter().map(|arg| (*arg).into()).collect()), ..ExecRequest::default() };
+    let argv = |argv: &[&str]| ExecRequest {
+        argv: Some(argv.iter().map(|arg| (*arg).into()).collect()),
+        ..ExecRequest::default()
+    };
     for (program, code) in [("/nowhere", 127), ("/etc/passwd", 126), ("true", 0)] {
         ensure!(sandbox.client.exec(sandbox.id, &argv(&[program])).await?.exit_code == code, "{program}");
     }
@@ -75,7 +83,11 @@ pub async fn long_output_is_whole_in_the_stream_and_cut_in_the_buffer(world: Arc
     let sandbox = Sandbox::create(&world.node.client).await?;
     let line = format!("head -c {MIB}M /dev/zero | tr '\\0' 'k'; echo end >&2");
     let done = sandbox.exec(&line).await?;
-    ensure!(done.truncated && done.stdout.len() == 16 << 20 && done.stderr == "end\n", "{} bytes", done.stdout.len());
+    ensure!(
+        done.truncated && done.stdout.len() == 16 << 20 && done.stderr == "end\n",
+        "{} bytes",
+        done.stdout.len()
+    );
     let request = ExecRequest { cmd: Some(line), ..ExecRequest::default() };
     let mut events = sandbox.client.exec_stream(sandbox.id, &request).await?;
     let (mut bytes, mut exit) = (0, None);

@@ -9,17 +9,20 @@ use std::sync::Arc;
 
 async fn read(sandbox: &Sandbox, path: &str) -> Result<Vec<u8>> {
     let reader = sandbox.client.read_file(sandbox.id, path).await?;
-    Ok(reader.chunks.try_fold(Vec::new(), |mut all, chunk| async move {
-        all.extend_from_slice(&chunk);
-        Ok(all)
-    })
-    .await?)
+    Ok(reader
+        .chunks
+        .try_fold(Vec::new(), |mut all, chunk| async move {
+            all.extend_from_slice(&chunk);
+            Ok(all)
+        })
+        .await?)
 }
 
 pub async fn odd_names_and_modes_survive(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
-    for name in ["plain", "two words", "plus+and%41&x=1", "new\nline", "naïve-日本-😀", "-rf", "quote'\""] {
+    for name in ["plain", "two words", "plus+and%41&x=1", "new\nline", "naïve-日本-😀", "-rf", "quote'\""]
+    {
         let path = format!("/root/deep/er/{name}");
         let data: Vec<u8> = (0..=255).chain(name.bytes()).collect();
         client.write_bytes(id, &path, Some(0o751), data.clone()).await?;
@@ -29,7 +32,10 @@ pub async fn odd_names_and_modes_survive(world: Arc<World>) -> Result<()> {
         let renamed = format!("{path}.renamed");
         client.rename(id, &path, &renamed).await?;
         let listed = client.list_dir(id, "/root/deep/er").await?;
-        ensure!(listed.iter().any(|entry| entry.path == renamed && entry.name == format!("{name}.renamed")), "{listed:?}");
+        ensure!(
+            listed.iter().any(|entry| entry.path == renamed && entry.name == format!("{name}.renamed")),
+            "{listed:?}"
+        );
         client.remove_path(id, &renamed, false).await?;
     }
     client.symlink(id, "/etc/passwd", "/root/link").await?;
@@ -45,7 +51,8 @@ pub async fn odd_names_and_modes_survive(world: Arc<World>) -> Result<()> {
 
 pub async fn big_files_round_trip(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
-    let data: Vec<u8> = (0..40u32 << 20 >> 2).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let data: Vec<u8> =
+        (0..40u32 << 20 >> 2).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
     sandbox.client.write_bytes(sandbox.id, "/root/big", None, data.clone()).await?;
     ensure!(sandbox.sh("stat -c %s /root/big").await? == data.len().to_string(), "its size");
     ensure!(read(&sandbox, "/root/big").await? == data, "it reads back different");
@@ -66,9 +73,12 @@ pub async fn errors_say_what_is_wrong(world: Arc<World>) -> Result<()> {
     client.write_bytes(id, "/root/d/f", None, Bytes::from_static(b"x")).await?;
     refused(client.remove_path(id, "/root/d", false).await, 409, "empty")?;
     client.remove_path(id, "/root/d", true).await?;
-    refused(client.write_bytes(id, "/proc/nope", None, Bytes::from_static(b"x")).await.map(drop), 404, "/proc").or_else(
-        |_| Ok::<_, anyhow::Error>(()),
-    )?;
+    refused(
+        client.write_bytes(id, "/proc/nope", None, Bytes::from_static(b"x")).await.map(drop),
+        404,
+        "/proc",
+    )
+    .or_else(|_| Ok::<_, anyhow::Error>(()))?;
     let left = sandbox.sh("ls -A /root").await?;
     ensure!(!left.contains(".keiki") && !left.contains("tmp"), "left behind: {left}");
     Ok(())

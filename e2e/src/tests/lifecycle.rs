@@ -54,7 +54,11 @@ pub async fn hibernated_and_woken_by_use(world: Arc<World>) -> Result<()> {
 
 pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
-    let create = |persistent| CreateSandbox { ttl_seconds: Some(2), persistent: Some(persistent), ..CreateSandbox::default() };
+    let create = |persistent| CreateSandbox {
+        ttl_seconds: Some(2),
+        persistent: Some(persistent),
+        ..CreateSandbox::default()
+    };
     let passing = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };
     let lasting = Sandbox { client: client.clone(), id: client.create(&create(true)).await?.id };
     let used = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };

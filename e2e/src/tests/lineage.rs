@@ -37,7 +37,10 @@ pub async fn a_fork_of_a_fork(world: Arc<World>) -> Result<()> {
     for (depth, member) in line.iter().enumerate() {
         let expected: Vec<String> = (0..=depth.min(2)).map(|n| n.to_string()).collect();
         for trail in ["/root/trail", "/dev/shm/trail"] {
-            ensure!(member.sh(&format!("cat {trail}")).await? == expected.join("\n"), "{trail} at depth {depth}");
+            ensure!(
+                member.sh(&format!("cat {trail}")).await? == expected.join("\n"),
+                "{trail} at depth {depth}"
+            );
         }
     }
     Ok(())
@@ -86,7 +89,10 @@ pub async fn many_children_at_once(world: Arc<World>) -> Result<()> {
     parent.sh("echo shared > /dev/shm/x").await?;
     let children = parent.fork(8).await?;
     let answers = futures::future::try_join_all(
-        children.iter().enumerate().map(|(n, child)| async move { child.sh(&format!("cat /dev/shm/x; echo {n}")).await }),
+        children
+            .iter()
+            .enumerate()
+            .map(|(n, child)| async move { child.sh(&format!("cat /dev/shm/x; echo {n}")).await }),
     )
     .await?;
     for (n, answer) in answers.iter().enumerate() {

@@ -43,7 +43,17 @@ impl Elsewhere {
         // Answers come in there and are passed on to the slots.
         std::fs::write("/proc/sys/net/ipv4/conf/kke2e0/forwarding", "1")?;
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", NETNS, "python3", "-m", "http.server", "80", "--directory", "/proc/self"]);
+        command.args([
+            "netns",
+            "exec",
+            NETNS,
+            "python3",
+            "-m",
+            "http.server",
+            "80",
+            "--directory",
+            "/proc/self",
+        ]);
         let server = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -84,11 +94,14 @@ pub async fn two_restores_at_once_have_network_and_names(world: Arc<World>) -> R
     let checked = async {
         let first = Sandbox::create(client).await?;
         let snapshot = first.snapshot().await?;
-        let copies = [Sandbox::restore(client, &snapshot).await?, Sandbox::restore(client, &snapshot).await?, first];
+        let copies =
+            [Sandbox::restore(client, &snapshot).await?, Sandbox::restore(client, &snapshot).await?, first];
         let mut outside = Vec::new();
         for copy in &copies {
             until_served(copy).await?;
-            let asked = copy.sh("python3 -c 'import socket; print(socket.gethostbyname(\"named.keiki.test\"))'").await?;
+            let asked = copy
+                .sh("python3 -c 'import socket; print(socket.gethostbyname(\"named.keiki.test\"))'")
+                .await?;
             ensure!(asked == SERVER, "the name server said {asked}");
             outside.push(copy.view().await?.guest_ip);
         }
@@ -96,7 +109,9 @@ pub async fn two_restores_at_once_have_network_and_names(world: Arc<World>) -> R
         outside.dedup();
         ensure!(outside.len() == copies.len(), "two copies share an outside address");
         // At the same time, from both.
-        let line = format!("for i in 1 2 3 4 5; do python3 -c 'import urllib.request as u; u.urlopen(\"http://{SERVER}/status\").read()' || exit 1; done");
+        let line = format!(
+            "for i in 1 2 3 4 5; do python3 -c 'import urllib.request as u; u.urlopen(\"http://{SERVER}/status\").read()' || exit 1; done"
+        );
         futures::try_join!(copies[0].sh(&line), copies[1].sh(&line))?;
         Ok(())
     };

@@ -23,7 +23,9 @@ pub async fn memory_tmpfs_and_disk_are_carried_by_fork_and_restore(world: Arc<Wo
     let client = &world.node.client;
     let parent = Sandbox::create(client).await?;
     parent.background(COUNTER).await?;
-    parent.sh("head -c 3000000 /dev/urandom > /root/on-disk; head -c 2000000 /dev/urandom > /dev/shm/in-memory").await?;
+    parent
+        .sh("head -c 3000000 /dev/urandom > /root/on-disk; head -c 2000000 /dev/urandom > /dev/shm/in-memory")
+        .await?;
     parent.sh("for i in $(seq 100); do [ -s /dev/shm/count ] && exit 0; sleep 0.1; done; exit 1").await?;
     let hashes = "sha256sum /root/on-disk /dev/shm/in-memory | cut -c1-64 | tr '\\n' ' '";
     let (before, pid) = (parent.sh(hashes).await?, parent.sh("pgrep -f count.new | head -1").await?);
@@ -125,7 +127,10 @@ pub async fn a_copy_is_a_new_individual(world: Arc<World>) -> Result<()> {
         drawn.push(copy.sh("head -c 16 /dev/urandom | od -An -tx1").await?);
         names.push(copy.sh("hostname").await?);
         let generation = copy.view().await?.generation;
-        ensure!(copy.sh("cat /run/keiki/generation").await? == generation.to_string(), "the guest knows another generation");
+        ensure!(
+            copy.sh("cat /run/keiki/generation").await? == generation.to_string(),
+            "the guest knows another generation"
+        );
         generations.push(generation.to_string());
         let drift = copy.sh("date +%s.%N").await?.parse::<f64>()? - now();
         ensure!(drift.abs() < 2.0, "its clock is {drift} s off");

@@ -8,7 +8,10 @@ use crate::{
     signals::interrupted,
 };
 use keiki_node::Node;
-use std::{io, path::Path};
+use std::{
+    io::{self, IsTerminal},
+    path::Path,
+};
 use tokio::net::TcpListener;
 use tracing_subscriber::EnvFilter;
 
@@ -62,7 +65,10 @@ fn start_log(format: LogFormat) -> Result<(), Failure> {
             .map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?,
         Err(_) => EnvFilter::new("info"),
     };
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal());
     let started = match format {
         LogFormat::Text => log.try_init(),
         LogFormat::Json => log.json().try_init(),

@@ -6,7 +6,7 @@
 
 use super::{
     Host,
-    args::DISK,
+    args::{DISK, Sockets},
     freeze::{abandon, node_name, promote},
     machine::{QemuMachine, assemble},
     process::Monitor,
@@ -20,6 +20,7 @@ use std::sync::Arc;
 /// The machine of these resources, if it lives.
 pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<QemuMachine>> {
     let Some(record) = Record::load(resources) else {
+        end_strays(resources)?;
         record::clear(resources)?;
         return Ok(None);
     };
@@ -45,6 +46,27 @@ pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Opt
             Ok(None)
         }
     }
+}
+
+/// Ends monitors that were started for these resources and never recorded: the daemon died in between. They
+/// are known by the socket in their command line.
+fn end_strays(resources: &Resources) -> Result<()> {
+    let socket = Sockets::of(resources).qmp;
+    let failed = || EngineError::at("end a monitor of", &resources.dir);
+    for entry in std::fs::read_dir("/proc").map_err(failed())? {
+        let Some(pid) = entry.ok().and_then(|entry| entry.file_name().to_str()?.parse().ok()) else {
+            continue;
+        };
+        let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { continue };
+        if !String::from_utf8_lossy(&line).contains(&*socket.to_string_lossy()) {
+            continue;
+        }
+        if let Some(process) = Process::open(pid).map_err(failed())? {
+            tracing::warn!(pid, dir = %resources.dir.display(), "a monitor that was never recorded is ended");
+            process.kill().map_err(failed())?;
+        }
+    }
+    Ok(())
 }
 
 async fn attach(

@@ -120,7 +120,9 @@ impl Inner {
             Decision::Go | Decision::Refuse(_) => {}
         }
         sandbox.touch();
-        let live = sandbox.live().ok_or_else(|| Error::Conflict(format!("sandbox {} has no machine", sandbox.id)))?;
+        let live = sandbox
+            .live()
+            .ok_or_else(|| Error::Conflict(format!("sandbox {} has no machine", sandbox.id)))?;
         Ok((guard, Some(live)))
     }
 
@@ -247,7 +249,8 @@ impl Inner {
         clock: &mut Clock,
     ) -> Result<(Vec<(Live, Clock)>, Taken)> {
         let image = self.image(scratch, children[0].shape).await?;
-        let (places, failed) = split(join_all(children.iter().map(|child| self.place(child.id, &image))).await);
+        let (places, failed) =
+            split(join_all(children.iter().map(|child| self.place(child.id, &image))).await);
         clock.lap("places");
         if let Some(error) = failed {
             self.vacate_all(places).await;
@@ -369,7 +372,11 @@ impl Inner {
     }
 
     pub(super) async fn persist(&self, frozen: &dyn Frozen) -> Result<()> {
-        frozen.persist().await.map(drop).map_err(|error| engine_error("the snapshot cannot be written", error))
+        frozen
+            .persist()
+            .await
+            .map(drop)
+            .map_err(|error| engine_error("the snapshot cannot be written", error))
     }
 
     async fn vacate_all(&self, places: Vec<Place>) {
@@ -389,7 +396,10 @@ impl Inner {
     pub(super) async fn forget(&self, records: &[SandboxRecord]) {
         let keys = records.iter().map(|record| record.id.to_string()).collect();
         if let Err(error) = self.records.remove::<SandboxRecord>(keys).await {
-            tracing::error!(error = &error as &dyn std::error::Error, "records of a failed operation stay until restart");
+            tracing::error!(
+                error = &error as &dyn std::error::Error,
+                "records of a failed operation stay until restart"
+            );
         }
     }
 }
@@ -423,7 +433,8 @@ pub(super) fn released_timings(clock: &Clock, pause: Option<Pause>) -> Timings {
     // A fork's own freeze has a step of the same name; the gate is what follows the thaw.
     let after_thaw = timings.steps.iter().rposition(|step| step.name == "thaw").unwrap_or(0);
     let steps = timings.steps.get(after_thaw..).unwrap_or_default();
-    let release: f64 = steps.iter().filter(|step| gate.contains(&step.name.as_str())).map(|step| step.ms).sum();
+    let release: f64 =
+        steps.iter().filter(|step| gate.contains(&step.name.as_str())).map(|step| step.ms).sum();
     Timings {
         vcpu_pause_ms: pause.map(|pause| ms(pause.vcpu)),
         user_pause_ms: pause.and_then(|pause| pause.user).map(ms),

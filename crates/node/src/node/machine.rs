@@ -55,7 +55,8 @@ impl Inner {
 
     /// Directories and a network slot for a machine.
     pub(super) async fn ground(&self, id: SandboxId) -> Result<(Slot, Resources)> {
-        let slot = self.slots.take().await.map_err(|cause| Error::internal("no network slot can be made", cause))?;
+        let slot =
+            self.slots.take().await.map_err(|cause| Error::internal("no network slot can be made", cause))?;
         let resources = self.resources(id, Some(&slot));
         let made = make_dir(&resources.dir).and_then(|()| make_dir(&resources.run_dir));
         match made {

@@ -33,8 +33,8 @@ use keiki_net::Slots;
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, TemplateName,
     api::{
-        self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted, SetLifecycle,
-        Snapshot, Template, Timings, Version,
+        self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted,
+        SetLifecycle, Snapshot, Template, Timings, Version,
     },
 };
 use std::{
@@ -146,7 +146,8 @@ pub(super) async fn to_the_end<T: Send + 'static>(
 
 /// One log line per operation, with its steps.
 fn log_done(operation: &str, id: &str, timings: &Timings) {
-    let steps: Vec<String> = timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
+    let steps: Vec<String> =
+        timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
     tracing::info!(operation, id, ms = timings.total_ms, steps = steps.join(" "), "done");
 }
 
@@ -396,7 +397,10 @@ impl Node {
     #[allow(clippy::unused_async)] // like its siblings
     pub async fn get_build(&self, id: &str) -> Result<Build> {
         let builds = self.inner.templates.builds();
-        builds.into_iter().find(|build| build.id == id).ok_or_else(|| Error::NotFound(format!("no build {id}")))
+        builds
+            .into_iter()
+            .find(|build| build.id == id)
+            .ok_or_else(|| Error::NotFound(format!("no build {id}")))
     }
 
     /// Log lines of a build, from its start to its end.

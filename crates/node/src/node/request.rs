@@ -128,7 +128,9 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
         (Some(_), None) => return Err(Error::Invalid("cmd must not be empty".into())),
         (None, Some(_)) => return Err(Error::Invalid("argv must name a program".into())),
         (None, None) => {
-            return Err(Error::Invalid("cmd (a shell line) or argv (program and arguments) is required".into()));
+            return Err(Error::Invalid(
+                "cmd (a shell line) or argv (program and arguments) is required".into(),
+            ));
         }
     };
     let has_nul = match &command {
@@ -156,7 +158,9 @@ pub fn timeout_ms(seconds: Option<f64>) -> Result<u64> {
         None => Ok(0),
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // within the checked range
         Some(seconds) if seconds > 0.0 && seconds <= LONGEST => Ok(((seconds * 1000.0).ceil() as u64).max(1)),
-        Some(seconds) => Err(Error::Invalid(format!("timeout_seconds must be greater than 0, not {seconds}"))),
+        Some(seconds) => {
+            Err(Error::Invalid(format!("timeout_seconds must be greater than 0, not {seconds}")))
+        }
     }
 }
 
@@ -195,7 +199,9 @@ mod tests {
         let baked = Shape { vcpus: 1, memory_mib: 256, disk_mib: 2048 };
         let asked = CreateSandbox { memory_mb: Some(512), ..CreateSandbox::default() };
         let refused = shape(&asked, "base", baked).err().map(|error| error.to_string()).unwrap_or_default();
-        assert!(refused.contains("memory_mb") && refused.contains("template build base --cpu 1 --memory 512"));
+        assert!(
+            refused.contains("memory_mb") && refused.contains("template build base --cpu 1 --memory 512")
+        );
         assert!(shape(&CreateSandbox { cpu: Some(1), ..CreateSandbox::default() }, "base", baked).is_ok());
     }
 

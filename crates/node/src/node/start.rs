@@ -41,7 +41,10 @@ impl Node {
         let engine = choose_engine(&config, &store)?;
         let capabilities = engine.probe().await;
         if !capabilities.usable {
-            return Err(Error::Invalid(format!("engine {} cannot run here: {}", capabilities.kind, capabilities.note)));
+            return Err(Error::Invalid(format!(
+                "engine {} cannot run here: {}",
+                capabilities.kind, capabilities.note
+            )));
         }
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
@@ -86,7 +89,9 @@ impl Node {
 fn choose_engine(config: &Config, store: &Store) -> Result<Arc<dyn Engine>> {
     match config.engine {
         // The only engine so far; probing chooses between two once there are two.
-        None | Some(EngineKind::Qemu) => Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?)))),
+        None | Some(EngineKind::Qemu) => {
+            Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?))))
+        }
         Some(EngineKind::Kvm) => Err(Error::Invalid("engine kvm is not part of this build: use qemu".into())),
     }
 }
@@ -113,7 +118,8 @@ async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {
 /// Distinct per data directory, and the same after a restart.
 fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
     use std::os::unix::fs::MetadataExt;
-    let meta = std::fs::metadata(data).map_err(|cause| Error::internal("cannot look at the data directory", cause))?;
+    let meta = std::fs::metadata(data)
+        .map_err(|cause| Error::internal("cannot look at the data directory", cause))?;
     let tag = format!("{:06x}", (meta.ino() ^ (meta.dev() << 12)) & 0xff_ffff);
     tag.parse().map_err(|error| Error::internal("no tag for this node", anyhow::anyhow!("{error}")))
 }
@@ -157,7 +163,10 @@ impl Inner {
     async fn find(&self, record: &SandboxRecord) -> Result<Option<Live>> {
         let slot = match record.slot {
             Some(index) => Some(
-                self.slots.adopt(index).await.map_err(|cause| Error::internal("its network slot is gone", cause))?,
+                self.slots
+                    .adopt(index)
+                    .await
+                    .map_err(|cause| Error::internal("its network slot is gone", cause))?,
             ),
             None => None,
         };
@@ -298,4 +307,3 @@ impl Inner {
         Ok(())
     }
 }
-

@@ -60,7 +60,8 @@ impl Inner {
             }
             let console = live.machine.console(CONSOLE_TAIL).await;
             let console = String::from_utf8_lossy(&console).trim().to_owned();
-            let error = if console.is_empty() { how } else { format!("{how}; the console ends with:\n{console}") };
+            let error =
+                if console.is_empty() { how } else { format!("{how}; the console ends with:\n{console}") };
             tracing::warn!(id = %sandbox.id, error, "a machine ended by itself");
             let record = sandbox.set_live(None, |record| {
                 record.status = Status::Failed;

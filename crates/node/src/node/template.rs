@@ -49,8 +49,10 @@ const LOG_LINES: usize = 2000;
 /// Refilling waits this long, so that it does not compete with the create that took a place.
 const REFILL_PAUSE: Duration = Duration::from_millis(250);
 /// Run once before the bake: their pages are then in every sandbox's memory from the start.
-const WARM: [&str; 2] =
-    ["true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true", "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true"];
+const WARM: [&str; 2] = [
+    "true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true",
+    "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true",
+];
 
 /// The templates of a node.
 #[derive(Default)]
@@ -146,21 +148,22 @@ impl Templates {
     pub fn log(&self, id: &str) -> Option<BoxStream<'static, String>> {
         let build = self.state().builds.iter().find(|build| build.id == id).cloned()?;
         let progress = build.progress.subscribe();
-        let lines = futures::stream::unfold((progress, 0, Some(build)), |(mut progress, sent, keep)| async move {
-            loop {
-                let (fresh, ended) = {
-                    let now = progress.borrow_and_update();
-                    (now.lines.get(sent..).unwrap_or_default().to_vec(), !now.view.ended_at.is_empty())
-                };
-                if !fresh.is_empty() {
-                    let sent = sent + fresh.len();
-                    return Some((futures::stream::iter(fresh), (progress, sent, keep)));
+        let lines =
+            futures::stream::unfold((progress, 0, Some(build)), |(mut progress, sent, keep)| async move {
+                loop {
+                    let (fresh, ended) = {
+                        let now = progress.borrow_and_update();
+                        (now.lines.get(sent..).unwrap_or_default().to_vec(), !now.view.ended_at.is_empty())
+                    };
+                    if !fresh.is_empty() {
+                        let sent = sent + fresh.len();
+                        return Some((futures::stream::iter(fresh), (progress, sent, keep)));
+                    }
+                    if ended || progress.changed().await.is_err() {
+                        return None;
+                    }
                 }
-                if ended || progress.changed().await.is_err() {
-                    return None;
-                }
-            }
-        });
+            });
         Some(lines.flatten().boxed())
     }
 
@@ -230,7 +233,8 @@ impl Inner {
     }
 
     pub(super) async fn build_template(self: &Arc<Self>, request: BuildTemplate) -> Result<Build> {
-        let name: TemplateName = request.name.parse().map_err(|error| Error::Invalid(format!("name: {error}")))?;
+        let name: TemplateName =
+            request.name.parse().map_err(|error| Error::Invalid(format!("name: {error}")))?;
         let spec = keiki_image::template(name.as_str()).ok_or_else(|| {
             let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
             Error::NotFound(format!("no template {name} to build; there are: {}", known.join(", ")))
@@ -246,7 +250,11 @@ impl Inner {
                     match done {
                         Ok(()) => progress.view.status = "done".into(),
                         Err(error) => {
-                            tracing::error!(template = spec.name, error = &error as &dyn std::error::Error, "build failed");
+                            tracing::error!(
+                                template = spec.name,
+                                error = &error as &dyn std::error::Error,
+                                "build failed"
+                            );
                             progress.view.status = "failed".into();
                             progress.view.error = sentence(&error);
                             progress.lines.push(format!("failed: {}", sentence(&error)));
@@ -354,8 +362,10 @@ impl Inner {
             make_dir(dir)?;
             let image = self.engine.image(dir, shape).await;
             let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
-            let (frozen, _) =
-                machine.freeze(image).await.map_err(|error| engine_error("the template cannot be frozen", error))?;
+            let (frozen, _) = machine
+                .freeze(image)
+                .await
+                .map_err(|error| engine_error("the template cannot be frozen", error))?;
             build.say("bake: writing the snapshot");
             self.persist(frozen.as_ref()).await?;
             Ok(TemplateRecord {
@@ -407,7 +417,8 @@ impl Inner {
 
     async fn warm(&self, guest: &GuestLink) -> Result<()> {
         for line in WARM {
-            let spec = ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
+            let spec =
+                ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
             let run = async {
                 let mut events = guest.client().await.exec(spec).await?.into_inner();
                 while let Some(event) = events.message().await? {
@@ -484,7 +495,11 @@ impl Inner {
                 Ok(())
             }
             Err(error) => {
-                tracing::warn!(template = record.name, error = &error as &dyn std::error::Error, "must be baked anew");
+                tracing::warn!(
+                    template = record.name,
+                    error = &error as &dyn std::error::Error,
+                    "must be baked anew"
+                );
                 self.records.remove::<TemplateRecord>(vec![record.name.clone()]).await?;
                 self.store.remove(self.store.template(&record.name, &record.version)).await
             }
@@ -520,7 +535,10 @@ impl Inner {
                             None
                         }
                         Err(error) => {
-                            tracing::warn!(error = &error as &dyn std::error::Error, "no place could be prepared ahead");
+                            tracing::warn!(
+                                error = &error as &dyn std::error::Error,
+                                "no place could be prepared ahead"
+                            );
                             None
                         }
                     }

@@ -52,7 +52,8 @@ impl Inner {
         };
         match &asked.from_snapshot {
             Some(id) => {
-                let id = id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
+                let id =
+                    id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
                 let snapshot = self.snapshot_record(id).await?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
                 self.check_free(RESTORE_DISK_BYTES)?;
@@ -71,7 +72,8 @@ impl Inner {
             }
             None => {
                 let name = asked.template.as_deref().unwrap_or("base");
-                let name: TemplateName = name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
+                let name: TemplateName =
+                    name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
                 let baked = self.baked(&name).await?;
                 request::shape(&asked, name.as_str(), baked.record.shape)?;
                 self.check_free(RESTORE_DISK_BYTES)?;
@@ -82,7 +84,8 @@ impl Inner {
                     ..base
                 };
                 let place = baked.take_place();
-                let record = SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
+                let record =
+                    SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
                 clock.lap("admit");
                 let made = self.bring_up(record, baked.frozen.as_ref(), place, &mut clock).await;
                 self.refill(&baked);
@@ -101,7 +104,8 @@ impl Inner {
     ) -> Result<api::Sandbox> {
         let prepared = async {
             let ticket = self.admission.admit(record.shape, 1)?.pop();
-            let ticket = ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
+            let ticket =
+                ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
             let generation = self.records.generation().await?;
             let record = SandboxRecord { generation, ..record };
             self.records.put(vec![record.clone()]).await?;
@@ -135,7 +139,12 @@ impl Inner {
         }
     }
 
-    async fn come_up(self: &Arc<Self>, record: SandboxRecord, live: Live, clock: &mut Clock) -> Result<api::Sandbox> {
+    async fn come_up(
+        self: &Arc<Self>,
+        record: SandboxRecord,
+        live: Live,
+        clock: &mut Clock,
+    ) -> Result<api::Sandbox> {
         let record = SandboxRecord {
             status: Status::Running,
             slot: live.slot_index(),
@@ -218,7 +227,10 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Resume)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
-            live.machine.resume().await.map_err(|error| engine_error("the machine cannot be resumed", error))?;
+            live.machine
+                .resume()
+                .await
+                .map_err(|error| engine_error("the machine cannot be resumed", error))?;
             live.guest.thaw_user().await?;
             self.settle(&sandbox, Status::Running).await?;
         }
@@ -263,7 +275,9 @@ impl Inner {
         let winner = self.sandbox(id)?.record();
         let tree_id = promote.tree_id.or_else(|| winner.metadata.get("fork_tree_id").cloned());
         let tree_id = tree_id.ok_or_else(|| {
-            Error::Invalid(format!("tree_id: sandbox {id} is no child of a fork-tree, so the tree must be named"))
+            Error::Invalid(format!(
+                "tree_id: sandbox {id} is no child of a fork-tree, so the tree must be named"
+            ))
         })?;
         let (mut deleted, mut failures) = (Vec::new(), BTreeMap::new());
         if promote.cleanup_siblings {

@@ -40,6 +40,9 @@ def node() -> Iterator[None]:
     keys.chmod(0o600)
     command = [program, "node", "--data-dir", data / "node", "--run-dir", run / "run", "--port-file", port]
     command += ["--listen", "127.0.0.1:0", "--api-key-file", keys, "--slot-range", "10.221.0.0/20"]
+    command += ["--store-gib", "6", "--ephemeral"]
+    if cache := os.environ.get("KEIKI_IMAGE_CACHE"):
+        command += ["--cache-dir", cache]
     if guest := os.environ.get("KEIKI_GUEST"):
         command += ["--guest-binary", guest]
     with log.open("wb") as output:
