@@ -129,6 +129,7 @@ impl SmallStore {
 
 impl Drop for SmallStore {
     fn drop(&mut self) {
+        guest::end_machines(self.0.path());
         let unmounted = Command::new("umount").arg(self.0.path()).status();
         if !unmounted.is_ok_and(|status| status.success()) {
             eprintln!("{} stays mounted", self.0.path().display());
@@ -177,6 +178,7 @@ async fn a_full_disk_fails_the_freeze_and_nothing_else() -> Result<()> {
         assert_eq!(guest.sh("sha256sum < /tmp/ram").await?, hash);
         guest.sh("echo on | dd of=/dev/vda bs=4096 seek=1 conv=fsync 2>/dev/null").await?;
     }
+    drop(fill);
     fs::remove_file(&filler)?;
     let image = engine.image(&at("frozen")?, SHAPE).await?;
     guest.machine.freeze(image).await?;
