@@ -174,3 +174,41 @@ async fn pause_with_64_mib_dirty() -> Result<()> {
     copy.machine.stop().await?;
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn long_chains_become_short_and_stay_right() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let mut guest = lab.boot().await?;
+    let layers = |guest: &Guest| -> Result<usize> {
+        Ok(std::fs::read_dir(guest.machine.resources().dir.join("layers"))?.count())
+    };
+    let check =
+        "for s in $(seq 1 24); do dd if=/dev/vda bs=64k skip=$s count=1 2>/dev/null | head -n 1; done";
+    let mut wanted = Vec::new();
+    for generation in 1..=24 {
+        let write =
+            format!("echo g{generation} | dd of=/dev/vda bs=64k seek={generation} conv=fsync 2>/dev/null");
+        guest.sh(&write).await?;
+        wanted.push(format!("g{generation}"));
+        let (frozen, report) = lab.freeze(guest.machine.as_ref()).await?;
+        assert!(report.vcpu_pause < Duration::from_millis(500), "{report:?}");
+        // Sometimes the child goes on, sometimes the parent.
+        if generation % 3 == 0 {
+            let child = lab.thaw(frozen.as_ref()).await?;
+            guest.machine.stop().await?;
+            guest = child;
+        }
+        std::fs::remove_dir_all(&frozen.image().dir)?;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(layers(&guest)? < 16, "{} layers", layers(&guest)?);
+    let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
+    frozen.persist().await?;
+    guest.machine.stop().await?;
+    let frozen = lab.engine.load(&frozen.image().dir).await?;
+    let mut last = lab.thaw(frozen.as_ref()).await?;
+    last.sh("echo 3 > /proc/sys/vm/drop_caches").await?;
+    assert_eq!(last.sh(check).await?, wanted.join("\n"));
+    last.machine.stop().await?;
+    Ok(())
+}

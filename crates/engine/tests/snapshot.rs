@@ -80,7 +80,10 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
         ("made by QEMU 1.0", &|dir| edit(dir, &|v| v["made_by"]["version"] = "1.0".into())),
         ("other devices", &|dir| edit(dir, &|v| v["made_by"]["machine"] = "00".into())),
         ("vm.state is damaged", &|dir| flip(&dir.join("vm.state"), 100)),
-        ("names a backing file", &|dir| flip(&layer(dir, 1)?, 15)),
+        ("names a backing file", &|dir| {
+            flip(&layer(dir, 1)?, 15)?;
+            flip(&layer(dir, 1)?, 19)
+        }),
         ("not qcow2", &|dir| flip(&layer(dir, 1)?, 0)),
         ("is missing", &|dir| Ok(fs::remove_file(dir.join("manifest.json"))?)),
     ];

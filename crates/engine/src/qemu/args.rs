@@ -26,6 +26,8 @@ use std::{
 
 /// Block node of the top layer at start.
 pub(super) const TOP_NODE: &str = "top";
+/// Block node of the raw bottom layer.
+pub(super) const BOTTOM_NODE: &str = "layer0";
 /// Id of the disk device.
 pub(super) const DISK: &str = "disk";
 
@@ -124,9 +126,9 @@ pub(super) fn command_line(launch: &Launch<'_>) -> Vec<OsString> {
     ]);
     add(&["-netdev", &netdev(launch.resources)]);
     if let Some((_, disk)) = launch.boot {
-        add(&["-blockdev", &super::disk::raw_node("base", disk).to_string()]);
+        add(&["-blockdev", &super::disk::raw_node(BOTTOM_NODE, disk).to_string()]);
     }
-    let backing = launch.boot.map(|_| "base");
+    let backing = launch.boot.map(|_| BOTTOM_NODE);
     add(&["-blockdev", &super::disk::top_node(TOP_NODE, launch.top, backing).to_string()]);
     args.extend(machine_args(launch.shape).into_iter().map(OsString::from));
     match launch.boot {
