@@ -5,7 +5,7 @@ mod guest;
 use anyhow::{Context, Result};
 use guest::{Guest, Lab, lab};
 use keiki_engine::{
-    Engine, Machine,
+    Engine,
     qemu::{Qemu, QemuConfig},
 };
 use serde_json::{Value, json};

@@ -212,3 +212,32 @@ async fn long_chains_become_short_and_stay_right() -> Result<()> {
     last.machine.stop().await?;
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_idle_child_costs_little_memory() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let mut parent = lab.boot().await?;
+    parent.sh(FILL).await?;
+    let (frozen, _) = lab.freeze(parent.machine.as_ref()).await?;
+    let mut children = Vec::new();
+    for _ in 0..8 {
+        children.push(lab.thaw(frozen.as_ref()).await?);
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let mut sizes = Vec::new();
+    for child in &children {
+        let memory = child.machine.memory().await?;
+        assert!(memory.private_bytes < 16 << 20, "{memory:?}");
+        sizes.push(memory.pss_bytes >> 20);
+    }
+    eprintln!("PSS of eight idle children, MiB: {sizes:?}");
+    for child in children {
+        let started = Instant::now();
+        child.machine.stop().await?;
+        eprintln!("stop {:?}", started.elapsed());
+    }
+    sizes.sort_unstable();
+    assert!(sizes.get(4).is_some_and(|median| *median <= 64), "{sizes:?}");
+    parent.machine.stop().await?;
+    Ok(())
+}

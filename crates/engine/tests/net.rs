@@ -5,7 +5,7 @@ mod guest;
 use anyhow::{Result, ensure};
 use guest::{Guest, lab};
 use keiki_engine::{Engine, Resources};
-use keiki_protocol::net::{GATEWAY, GUEST, PREFIX, TAP};
+use keiki_protocol::net::{GATEWAY, GATEWAY_MAC, GUEST, PREFIX, TAP};
 use std::{path::PathBuf, process::Command};
 
 /// A namespace with a tap, removed at the end.
@@ -16,6 +16,7 @@ impl Slot {
         let slot = Self(format!("keiki-engine-{}-{index}", std::process::id()));
         ip(&["netns", "add", &slot.0])?;
         ip(&["-n", &slot.0, "tuntap", "add", TAP, "mode", "tap"])?;
+        ip(&["-n", &slot.0, "link", "set", TAP, "address", GATEWAY_MAC])?;
         ip(&["-n", &slot.0, "addr", "add", &format!("{GATEWAY}/{PREFIX}"), "dev", TAP])?;
         ip(&["-n", &slot.0, "link", "set", TAP, "up"])?;
         Ok(slot)
