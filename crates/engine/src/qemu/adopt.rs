@@ -88,6 +88,7 @@ async fn attach(
             abandon(&machine.0, &mut record).await;
         }
     }
+    super::chain::follow(&machine.0, &mut record).await?;
     qmp.run(if record.paused { "stop" } else { "cont" }, json!({})).await?;
     drop(record);
     Ok(machine)

@@ -5,11 +5,12 @@
 //! each snapshot, because device state only fits the machine that it was taken of. [`command_line`] adds
 //! what belongs to one copy: memory, disk, sockets, network.
 //!
-//! Three choices are not obvious:
+//! Four choices are not obvious:
 //! - RAM is always `share=off`, also at the first boot, over an empty file there. Nobody ever writes a memory
 //!   file that a machine runs on, and freezing is one path, not two.
 //! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). Left to measure it, on a busy
 //!   host it fails, falls back to a loop that needs timer interrupts it does not get, and never boots.
+//! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 
 use crate::{BootSpec, Resources};
@@ -26,6 +27,8 @@ use std::{
 
 /// Block node of the top layer at start.
 pub(super) const TOP_NODE: &str = "top";
+/// Block node of the raw bottom layer.
+pub(super) const BOTTOM_NODE: &str = "layer0";
 /// Id of the disk device.
 pub(super) const DISK: &str = "disk";
 
@@ -68,7 +71,7 @@ pub(super) fn machine_args(shape: Shape) -> Vec<String> {
         "-machine",
         "microvm,acpi=on,rtc=on,auto-kernel-cmdline=off,memory-backend=ram",
         "-accel",
-        "tcg",
+        "tcg,tb-size=128",
         "-cpu",
         "max",
         "-global",
@@ -124,9 +127,9 @@ pub(super) fn command_line(launch: &Launch<'_>) -> Vec<OsString> {
     ]);
     add(&["-netdev", &netdev(launch.resources)]);
     if let Some((_, disk)) = launch.boot {
-        add(&["-blockdev", &super::disk::raw_node("base", disk).to_string()]);
+        add(&["-blockdev", &super::disk::raw_node(BOTTOM_NODE, disk).to_string()]);
     }
-    let backing = launch.boot.map(|_| "base");
+    let backing = launch.boot.map(|_| BOTTOM_NODE);
     add(&["-blockdev", &super::disk::top_node(TOP_NODE, launch.top, backing).to_string()]);
     args.extend(machine_args(launch.shape).into_iter().map(OsString::from));
     match launch.boot {

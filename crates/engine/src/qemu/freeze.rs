@@ -12,7 +12,7 @@
 //! machine was parked by its user.
 
 use super::{
-    disk,
+    chain, disk,
     machine::Running,
     memory::Copier,
     process::{blocking, remove_file},
@@ -96,12 +96,14 @@ async fn try_freeze(
         state,
         layers,
     };
+    chain::shorten(machine, record).await;
     let frozen = QemuFrozen::new(&machine.host, &image.dir, manifest);
     Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
 }
 
 /// What is done before the stop: the copier, and the block node of the new top.
 async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Result<(Copier, String)> {
+    chain::settle(machine, record).await?;
     let next = disk::new_name(Format::Qcow2);
     let path = disk::layer_path(&machine.resources.dir, &next);
     record.next_top = Some(next.clone());

@@ -62,7 +62,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         make_layers_dir(&dir)?;
         make_memory(&dir, spec.shape)?;
         if fs::hard_link(&spec.disk, &bottom).is_err() {
-            fs::copy(&spec.disk, &bottom).map_err(EngineError::at("copy", &spec.disk))?;
+            fs::copy(&spec.disk, &bottom).map_err(EngineError::at("make", &bottom))?;
         }
         disk::make_top(&host, spec.shape.disk_mib, &top)
     })

@@ -12,6 +12,7 @@
 //! - `process`, `qmp`, `console`: a monitor, its control socket, its console
 //! - `disk`: layers and block nodes
 //! - `machine`: a machine that runs
+//! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
 //! - `thaw`: seats, and frozen machines that go on in them
 //! - `adopt`: machines found again; `record`: the file that tells of them
@@ -21,6 +22,7 @@
 
 mod adopt;
 mod args;
+mod chain;
 mod console;
 mod disk;
 mod freeze;

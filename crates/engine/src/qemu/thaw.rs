@@ -6,7 +6,7 @@
 //! needs nothing of the frozen directory any more.
 
 use super::{
-    Host, args, disk,
+    Host, args, chain, disk,
     freeze::Stopwatch,
     machine::{QemuMachine, assemble},
     make_layers_dir,
@@ -257,10 +257,12 @@ async fn start(machine: &QemuMachine) -> Result<()> {
         monitor.qmp.run("cont", json!({})).await?;
         // One more turn of the monitor's loop: in it the guest is told that its agent port has closed. A
         // connection made before would hide that from it.
-        monitor.qmp.run("query-status", json!({})).await
+        monitor.qmp.run("query-status", json!({})).await?;
+        chain::shorten(&machine.0, &*machine.0.record.lock().await).await;
+        Ok(())
     };
     match run.await {
-        Ok(_) => Ok(()),
+        Ok(()) => Ok(()),
         Err(error) => {
             let error = machine.0.explain(error);
             machine.stop().await?;

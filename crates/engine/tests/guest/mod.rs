@@ -10,6 +10,7 @@ use keiki_engine::{
     BootSpec, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
     qemu::{Qemu, QemuConfig},
 };
+use keiki_sys::process::Process;
 use keiki_types::Shape;
 use std::{
     fs::{self, File},
@@ -55,6 +56,28 @@ pub fn lab() -> Result<Option<Lab>> {
     File::create(dir.path().join("disk.raw"))?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
     let engine = Qemu::new(QemuConfig::new(dir.path().join("store")));
     Ok(Some(Lab { engine, dir, kernel, initrd, count: AtomicU32::new(0) }))
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        end_machines(self.dir.path());
+    }
+}
+
+/// Ends what a failed test left running: monitors outlive those who started them.
+pub fn end_machines(dir: &Path) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let Ok(text) = fs::read(entry.path().join("machine.json")) else { continue };
+        let record: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
+        let field = |name: &str| record.get(name).and_then(serde_json::Value::as_u64);
+        let Some((pid, start)) = field("pid").zip(field("start_time")) else { continue };
+        let Ok(Some(process)) = Process::open(u32::try_from(pid).unwrap_or_default()) else { continue };
+        if process.start_time() == start && process.kill().is_ok() {
+            while process.try_reap().is_none() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
 }
 
 fn first(dir: &Path, prefix: &str) -> Result<PathBuf> {
