@@ -183,7 +183,7 @@ impl Node {
             let Ok(pid) = entry?.file_name().to_string_lossy().parse::<u32>() else { continue };
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            if line.contains(&data) && line.contains("qemu") {
+            if line.contains(&data) && line.contains("qemu-system") {
                 traces.monitors.push(pid);
             }
         }
@@ -236,7 +236,9 @@ impl Node {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        fs::remove_dir_all(home)?;
+        if std::env::var_os("KEIKI_E2E_KEEP_LOGS").is_none() {
+            fs::remove_dir_all(home)?;
+        }
         Ok(())
     }
 }

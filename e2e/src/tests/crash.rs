@@ -114,7 +114,13 @@ async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) ->
             .or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })?;
     }
     // Places ahead are refilled in the background: at most two beside the keeper.
-    let traces = node.traces()?;
-    ensure!(traces.monitors.len() <= 3 && traces.sandboxes <= 3, "left behind: {traces:?}");
-    Ok(())
+    let mut traces = node.traces()?;
+    for _ in 0..30 {
+        if traces.monitors.len() <= 3 && traces.sandboxes <= 3 {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        traces = node.traces()?;
+    }
+    anyhow::bail!("left behind: {traces:?}")
 }
