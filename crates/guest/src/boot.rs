@@ -69,7 +69,8 @@ fn early_mounts() -> Result<(), BootError> {
         ("proc", "/proc", secure),
         ("sysfs", "/sys", secure),
     ] {
-        mount_fs(kind, at, flags, "").map_err(|error| BootError::Step("cannot mount the kernel's own", error))?;
+        mount_fs(kind, at, flags, "")
+            .map_err(|error| BootError::Step("cannot mount the kernel's own", error))?;
     }
     Ok(())
 }
@@ -101,7 +102,10 @@ fn load_modules() {
 
 /// The value of `key=` on the kernel's command line.
 fn parameter(cmdline: &str, key: &str) -> Option<String> {
-    cmdline.split_whitespace().rev().find_map(|word| word.strip_prefix(key)?.strip_prefix('=').map(str::to_owned))
+    cmdline
+        .split_whitespace()
+        .rev()
+        .find_map(|word| word.strip_prefix(key)?.strip_prefix('=').map(str::to_owned))
 }
 
 fn mount_root() -> Result<(), BootError> {

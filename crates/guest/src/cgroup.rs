@@ -10,10 +10,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use tokio::{
-    io::Interest,
-    time::timeout,
-};
+use tokio::{io::Interest, time::timeout};
 
 const ROOT: &str = "/sys/fs/cgroup";
 const AGENT: &str = "/sys/fs/cgroup/keiki";
@@ -78,7 +75,8 @@ pub fn kill_user() -> io::Result<()> {
 
 /// Holds all user work, and returns when it stands still. On error it goes on.
 pub async fn freeze_user(limit: Duration) -> io::Result<()> {
-    let stopped = timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
+    let stopped =
+        timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
     if stopped.is_err() {
         thaw_user()?;
     }

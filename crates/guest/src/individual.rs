@@ -117,9 +117,12 @@ fn clock(nanos: u64) -> io::Result<()> {
 fn hostname(name: &str) -> io::Result<()> {
     rustix::system::sethostname(name.as_bytes())?;
     // Comfort for programs that look themselves up; a sandbox may have made its files unwritable.
-    if let Ok(text) = fs::read(HOSTS)
-        && let Some(new) = with_host(&text, name)
-    {
+    let text = match fs::read(HOSTS) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => b"127.0.0.1\tlocalhost\n".to_vec(),
+        Err(_) => return Ok(()),
+        Ok(text) => text,
+    };
+    if let Some(new) = with_host(&text, name) {
         let _ = fs::write(HOSTS, new);
     }
     Ok(())

@@ -93,7 +93,8 @@ async fn handshake(port: &Port, mut bytes: Vec<u8>, generation: u64) -> io::Resu
             }
         }
         if met.is_none()
-            && let Some(at) = bytes.iter().position(|&byte| scanner.push(byte).map(|h| met = Some(h)).is_some())
+            && let Some(at) =
+                bytes.iter().position(|&byte| scanner.push(byte).map(|h| met = Some(h)).is_some())
         {
             bytes.drain(..=at);
             if let Some(hello) = met {

@@ -11,10 +11,10 @@ use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest,
-    FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk, InputReply,
-    ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest,
-    RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest,
-    SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event,
+    FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk,
+    InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty,
+    ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply,
+    SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event,
     guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
@@ -70,7 +70,8 @@ impl Guest for Agent {
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
         let up = clock_gettime(ClockId::Boottime);
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let uptime = u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000;
+        let uptime =
+            u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000;
         Ok(Response::new(InfoReply {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
@@ -99,7 +100,9 @@ impl Guest for Agent {
             0 => DEFAULT_FREEZE,
             ms => Duration::from_millis(ms.into()),
         };
-        let late = || Status::deadline_exceeded(format!("user work did not stand still in {} ms", limit.as_millis()));
+        let late = || {
+            Status::deadline_exceeded(format!("user work did not stand still in {} ms", limit.as_millis()))
+        };
         let mut frozen = self.frozen.lock().await;
         if frozen.is_none() {
             let guard = timeout(limit, self.execs.hold()).await.map_err(|_| late())?;
@@ -126,7 +129,9 @@ impl Guest for Agent {
         let ack = blocking(move || {
             identity.become_new(&order).map_err(|error| match error {
                 IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
-                IndividualError::Entropy(_) | IndividualError::Hostname => Status::invalid_argument(error.to_string()),
+                IndividualError::Entropy(_) | IndividualError::Hostname => {
+                    Status::invalid_argument(error.to_string())
+                }
                 IndividualError::Step(..) => Status::internal(log::chain(&error)),
             })
         });
@@ -190,8 +195,9 @@ impl Guest for Agent {
         files::absolute(&path).map_err(file_status)?;
         let (sender, receiver) = mpsc::channel(PIECES);
         spawn_blocking(move || {
-            let result = files::absolute(&path)
-                .and_then(|path| files::read(path, offset, limit, |chunk| sender.blocking_send(Ok(chunk)).is_ok()));
+            let result = files::absolute(&path).and_then(|path| {
+                files::read(path, offset, limit, |chunk| sender.blocking_send(Ok(chunk)).is_ok())
+            });
             if let Err(error) = result {
                 // Nobody listens any more if this fails.
                 let _ = sender.blocking_send(Err(file_status(error)));
@@ -205,7 +211,8 @@ impl Guest for Agent {
         let Some(first) = chunks.message().await? else {
             return Err(Status::invalid_argument("the first chunk must name the file"));
         };
-        let header = first.header.ok_or_else(|| Status::invalid_argument("the first chunk must name the file"))?;
+        let header =
+            first.header.ok_or_else(|| Status::invalid_argument("the first chunk must name the file"))?;
         // A piece and whether it is the last. The sender's end without a last one is a broken transfer.
         let (sender, mut receiver) = mpsc::channel::<(Bytes, bool)>(PIECES);
         let writer = spawn_blocking(move || {
@@ -314,7 +321,9 @@ async fn blocking<T: Send + 'static>(
     spawn_blocking(work).await.map_err(lost)?
 }
 
-async fn file_work<T: Send + 'static>(work: impl FnOnce() -> Result<T, FileError> + Send + 'static) -> Answer<T> {
+async fn file_work<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, FileError> + Send + 'static,
+) -> Answer<T> {
     blocking(|| work().map_err(file_status)).await.map(Response::new)
 }
 
@@ -348,9 +357,9 @@ fn file_status(error: FileError) -> Status {
             Some(libc::ENOENT) => Code::NotFound,
             Some(libc::EEXIST) => Code::AlreadyExists,
             Some(libc::EACCES | libc::EPERM) => Code::PermissionDenied,
-            Some(libc::ENOTDIR | libc::EISDIR | libc::ENAMETOOLONG | libc::EINVAL | libc::ELOOP | libc::EXDEV) => {
-                Code::InvalidArgument
-            }
+            Some(
+                libc::ENOTDIR | libc::EISDIR | libc::ENAMETOOLONG | libc::EINVAL | libc::ELOOP | libc::EXDEV,
+            ) => Code::InvalidArgument,
             Some(libc::ENOSPC | libc::EDQUOT) => Code::ResourceExhausted,
             Some(libc::ENOTEMPTY | libc::EBUSY | libc::EROFS | libc::ETXTBSY) => Code::FailedPrecondition,
             _ => Code::Internal,

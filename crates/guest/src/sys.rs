@@ -8,7 +8,6 @@
 #![allow(unsafe_code)]
 
 use rustix::{io::Errno, process::Pid};
-use tokio::io::{Interest, unix::AsyncFd};
 use std::{
     arch::asm,
     ffi::{CString, c_char, c_int, c_long},
@@ -17,6 +16,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
     ptr,
 };
+use tokio::io::{Interest, unix::AsyncFd};
 
 /// Everything a child needs, laid out before there is one: it may not allocate.
 #[derive(Debug)]

@@ -160,7 +160,11 @@ impl Execs {
         Ok(())
     }
 
-    fn make(self: &Arc<Self>, spec: &ExecSpec, gate: OwnedRwLockReadGuard<()>) -> Result<Launched, ExecError> {
+    fn make(
+        self: &Arc<Self>,
+        spec: &ExecSpec,
+        gate: OwnedRwLockReadGuard<()>,
+    ) -> Result<Launched, ExecError> {
         let (plan, ends) = plan::plan(spec)?;
         let group = Group::new(&spec.id).map_err(ExecError::Group)?;
         let start = self.reaper.start();
@@ -369,8 +373,10 @@ fn attach_ends(ends: Ends) -> io::Result<(Option<File>, Option<File>, Vec<Source
             Ok((Some(input), Some(output.clone()), vec![Source::new(Channel::Out, output)]))
         }
         Ends::Pipes { input, output, error } => {
-            let input = input.map(|fd| crate::sys::watch(fd, Interest::WRITABLE).map(Arc::new)).transpose()?;
-            let sources = vec![Source::new(Channel::Out, read(output)?), Source::new(Channel::Err, read(error)?)];
+            let input =
+                input.map(|fd| crate::sys::watch(fd, Interest::WRITABLE).map(Arc::new)).transpose()?;
+            let sources =
+                vec![Source::new(Channel::Out, read(output)?), Source::new(Channel::Err, read(error)?)];
             Ok((input, None, sources))
         }
     }

@@ -90,7 +90,9 @@ pub fn refusal(error: &SpawnError, spec: &ExecSpec) -> (i32, String) {
         SpawnError::Child { step: Step::User, error } => {
             (126, format!("cannot become user {}: {error}", show(spec.user.as_bytes())))
         }
-        SpawnError::Child { step: Step::Prepare, error } => (126, format!("cannot set up the process: {error}")),
+        SpawnError::Child { step: Step::Prepare, error } => {
+            (126, format!("cannot set up the process: {error}"))
+        }
     }
 }
 
@@ -132,7 +134,8 @@ fn streams(spec: &ExecSpec, account: &Account) -> io::Result<([OwnedFd; 3], Ends
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         unlockpt(&master)?;
         tcsetwinsize(&master, winsize(pty.cols, pty.rows))?;
-        let slave = ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        let slave =
+            ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         let owner = Some(rustix::fs::Uid::from_raw(account.uid));
         rustix::fs::fchown(&slave, owner, None)?;
         nonblocking(&master)?;
@@ -155,7 +158,8 @@ fn streams(spec: &ExecSpec, account: &Account) -> io::Result<([OwnedFd; 3], Ends
 
 /// A terminal's size; 0 stands for the usual.
 pub fn winsize(cols: u32, rows: u32) -> Winsize {
-    let size = |value: u32, usual: u16| if value == 0 { usual } else { u16::try_from(value).unwrap_or(u16::MAX) };
+    let size =
+        |value: u32, usual: u16| if value == 0 { usual } else { u16::try_from(value).unwrap_or(u16::MAX) };
     Winsize { ws_col: size(cols, 80), ws_row: size(rows, 24), ws_xpixel: 0, ws_ypixel: 0 }
 }
 

@@ -133,7 +133,11 @@ impl Session {
 
     /// Waits until `look` finds something; it is asked again after each change and, at the latest, when
     /// `limit` is over (then its answer is final).
-    pub async fn wait_for<T>(&self, limit: Option<Duration>, mut look: impl FnMut(&Self) -> Option<T>) -> Option<T> {
+    pub async fn wait_for<T>(
+        &self,
+        limit: Option<Duration>,
+        mut look: impl FnMut(&Self) -> Option<T>,
+    ) -> Option<T> {
         let wait = async {
             loop {
                 let mut change = pin!(self.changed.notified());
@@ -175,7 +179,8 @@ impl Session {
             return Ok(usize::MAX);
         }
         let at = channel as usize;
-        let behind = usize::try_from(state.rings[at].end().saturating_sub(state.sent[at])).unwrap_or(usize::MAX);
+        let behind =
+            usize::try_from(state.rings[at].end().saturating_sub(state.sent[at])).unwrap_or(usize::MAX);
         match AHEAD.saturating_sub(behind) {
             0 if state.reader.is_some() => Err(None),
             0 => Err(Some(GRACE.saturating_sub(alone) + Duration::from_millis(1))),
@@ -264,7 +269,10 @@ impl Session {
         let mut state = self.lock();
         for (ring, offset) in state.rings.iter().zip(offsets) {
             if offset > ring.end() {
-                return Err(ExecError::Invalid(format!("offset {offset} is beyond the {} bytes there are", ring.end())));
+                return Err(ExecError::Invalid(format!(
+                    "offset {offset} is beyond the {} bytes there are",
+                    ring.end()
+                )));
             }
         }
         state.readers += 1;
@@ -333,7 +341,8 @@ impl Session {
         if state.reader != Some(number) {
             return Some(Err(Status::aborted("another reader took over this command's output")));
         }
-        let order = if last == Channel::Out { [Channel::Err, Channel::Out] } else { [Channel::Out, Channel::Err] };
+        let order =
+            if last == Channel::Out { [Channel::Err, Channel::Out] } else { [Channel::Out, Channel::Err] };
         for channel in order {
             let at = channel as usize;
             let Some((offset, data)) = state.rings[at].read(state.sent[at], PIECE) else { continue };
