@@ -54,7 +54,14 @@ impl Machine {
 
     /// Another QEMU over the same layer, continuing from a saved state.
     pub fn restore(dir: &Path, name: &str, state: &Path) -> Self {
-        Self::start(dir, name, Some(state))
+        let machine = Self::start(dir, name, Some(state));
+        machine.control(name, |ask| {
+            while ask(r#"{"execute":"query-status"}"#).contains("inmigrate") {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            ask(r#"{"execute":"cont"}"#);
+        });
+        machine
     }
 
     fn start(dir: &Path, name: &str, state: Option<&Path>) -> Self {
@@ -103,8 +110,8 @@ impl Machine {
         }
     }
 
-    /// Stops it and writes its whole state, RAM included.
-    pub fn save(&self, name: &str, state: &Path) {
+    /// Speaks to QEMU.
+    fn control(&self, name: &str, talk: impl FnOnce(&mut dyn FnMut(&str) -> String)) {
         let stream = StdStream::connect(self.dir.join(format!("{name}.qmp"))).unwrap();
         let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
         let mut ask = |text: &str| {
@@ -112,12 +119,19 @@ impl Machine {
             lines.by_ref().map(Result::unwrap).find(|line| line.contains("\"return\"")).unwrap()
         };
         ask(r#"{"execute":"qmp_capabilities"}"#);
-        ask(r#"{"execute":"stop"}"#);
-        let target = state.display();
-        ask(&format!(r#"{{"execute":"migrate","arguments":{{"uri":"exec:cat > {target}"}}}}"#));
-        while !ask(r#"{"execute":"query-migrate"}"#).contains("\"completed\"") {
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        talk(&mut ask);
+    }
+
+    /// Stops it and writes its whole state, RAM included.
+    pub fn save(&self, name: &str, state: &Path) {
+        self.control(name, |ask| {
+            ask(r#"{"execute":"stop"}"#);
+            let target = state.display();
+            ask(&format!(r#"{{"execute":"migrate","arguments":{{"uri":"exec:cat > {target}"}}}}"#));
+            while !ask(r#"{"execute":"query-migrate"}"#).contains("\"completed\"") {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
     }
 
     /// Ended by itself?
@@ -179,13 +193,13 @@ pub async fn run(client: &Client, spec: ExecSpec) -> Outcome {
 /// Takes a stream to its end and checks that offsets fit.
 pub async fn collect(mut stream: Streaming<ExecEvent>) -> Outcome {
     let mut outcome = Outcome::default();
+    let mut first = None;
     while let Some(event) = stream.message().await.unwrap() {
         match event.event.unwrap() {
             Event::Started(_) => outcome.started = true,
             Event::Stdout(output) => {
-                if !outcome.stdout.is_empty() {
-                    assert_eq!(output.offset, outcome.stdout.len() as u64);
-                }
+                let begin = *first.get_or_insert(output.offset);
+                assert_eq!(output.offset, begin + outcome.stdout.len() as u64);
                 outcome.stdout.extend_from_slice(&output.data);
             }
             Event::Stderr(output) => outcome.stderr.extend_from_slice(&output.data),
