@@ -43,7 +43,7 @@ async fn everything_in_one_guest() {
     println!("{}", machine.console("a"));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs a kernel, an initrd and a disk image"]
 async fn a_copy_in_another_process_listens_again() {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
@@ -71,9 +71,20 @@ async fn a_copy_in_another_process_listens_again() {
     drop((machine, client, stream));
     writing.abort();
     for (generation, name) in [(2, "b"), (3, "c")] {
+        let copy = Machine::load(dir.path(), name, &state);
         let begin = Instant::now();
-        let copy = Machine::restore(dir.path(), name, &state);
-        let (client, _) = copy.connect(generation).await;
+        // Once after the guest could see that its host was gone, once before: then it cannot.
+        let (client, _) = if name == "b" {
+            copy.go_on(name);
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            copy.connect(generation).await
+        } else {
+            let (met, ()) = tokio::join!(copy.connect(generation), async {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                copy.go_on(name);
+            });
+            met
+        };
         println!("copy {name}: connected after {} ms", begin.elapsed().as_millis());
         let begin = Instant::now();
         become_new(&client, generation).await;
@@ -465,5 +476,19 @@ async fn reconnecting(machine: &Machine) {
     let request = AttachRequest { id: "flood".into(), stdout_offset: got, stderr_offset: 0 };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(got + rest.stdout.len() as u64, 6_000_000, "output was lost");
+    // Nobody comes back in time: the command is not held up, the oldest output gives way, offsets tell.
+    let spec = ExecSpec {
+        id: "alone".into(),
+        ..shell("head -c 5000000 /dev/zero; echo done > /tmp/alone; sleep 2")
+    };
+    drop((client.clone().exec(spec).await.unwrap(), client));
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let (client, _) = machine.connect(8).await;
+    assert_eq!(run(&client, shell("test -e /tmp/alone")).await.exit.code, 0, "it was held up");
+    let request = AttachRequest { id: "alone".into(), ..AttachRequest::default() };
+    let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
+    assert_eq!(rest.stdout.len(), 1 << 20);
+    let beyond = AttachRequest { id: "alone".into(), stdout_offset: 5_000_001, stderr_offset: 0 };
+    assert_eq!(client.clone().attach(beyond).await.unwrap_err().code(), Code::InvalidArgument);
     println!("reconnecting: ok");
 }

@@ -52,16 +52,20 @@ impl Machine {
         Self::start(dir, "a", None)
     }
 
-    /// Another QEMU over the same layer, continuing from a saved state.
-    pub fn restore(dir: &Path, name: &str, state: &Path) -> Self {
+    /// Another QEMU over the same layer that has loaded a saved state. It does not run yet.
+    pub fn load(dir: &Path, name: &str, state: &Path) -> Self {
         let machine = Self::start(dir, name, Some(state));
         machine.control(name, |ask| {
             while ask(r#"{"execute":"query-status"}"#).contains("inmigrate") {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            ask(r#"{"execute":"cont"}"#);
         });
         machine
+    }
+
+    /// Lets it run.
+    pub fn go_on(&self, name: &str) {
+        self.control(name, |ask| drop(ask(r#"{"execute":"cont"}"#)));
     }
 
     fn start(dir: &Path, name: &str, state: Option<&Path>) -> Self {
