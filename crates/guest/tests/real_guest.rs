@@ -147,10 +147,12 @@ async fn starting(client: &Client) {
     let text = run(client, own).await.out();
     assert!(text.starts_with("0::/user/mine\n"), "{text}");
     assert!(text.contains("SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000"), "{text}");
-    let net = run(client, shell("cat /proc/net/route | tail -n +2 | cut -f1,2,3 ; cat /etc/resolv.conf; grep -c . /proc/mounts; cat /sys/fs/cgroup/cgroup.subtree_control; ls /keiki; df -k /dev/shm / | tail -2; cat /sys/class/net/eth0/operstate")).await;
+    let net = run(client, shell("cat /proc/net/route | tail -n +2 | cut -f1,2,3 ; cat /etc/resolv.conf; grep -c . /proc/mounts; cat /sys/fs/cgroup/cgroup.subtree_control; ls /keiki; df -k /dev/shm / | tail -2; cat /sys/class/net/eth0/operstate /sys/devices/system/clocksource/clocksource0/current_clocksource")).await;
     println!("{}", net.out());
     assert!(net.out().contains("eth0\t00000000\t01FF1FAC"), "{}", net.out());
     assert_eq!(run(client, argv(&["python3", "-c", "print(6*7)"])).await.out(), "42\n");
+    let policy = argv(&["python3", "-c", "import os; print(os.sched_getscheduler(0), os.nice(0))"]);
+    assert_eq!(run(client, policy).await.out(), "0 0\n", "a command has the agent's priority");
     println!("starting: ok");
 }
 
@@ -400,6 +402,8 @@ async fn individual(client: &Client) {
 }
 
 async fn freezing(client: &Client) {
+    let busy = ExecSpec { id: "busy".into(), ..shell("while :; do :; done & while :; do :; done") };
+    let _busy = client.clone().exec(busy).await.unwrap().into_inner();
     let spec = ExecSpec { id: "ticker".into(), ..shell("while :; do echo tick; sleep 0.02; done") };
     let mut ticks = client.clone().exec(spec).await.unwrap().into_inner();
     for _ in 0..5 {
@@ -425,7 +429,9 @@ async fn freezing(client: &Client) {
         assert_eq!(late.await.unwrap(), "late\n");
         println!("round {round}: froze in {} us, thawed in {} us", frozen.micros, thawed.micros);
     }
-    client.clone().signal(SignalRequest { id: "ticker".into(), signal: 9, whole_group: true }).await.unwrap();
+    for id in ["ticker", "busy"] {
+        client.clone().signal(SignalRequest { id: id.into(), signal: 9, whole_group: true }).await.unwrap();
+    }
     println!("freezing: ok");
 }
 

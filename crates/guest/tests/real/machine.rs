@@ -36,7 +36,7 @@ fn clock() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap();
     let line = text.lines().find(|line| line.starts_with("cpu MHz")).unwrap();
     let mhz: f64 = line.rsplit(' ').next().unwrap().parse().unwrap();
-    format!("tsc_early_khz={:.0} no_timer_check lpj=10000000", mhz * 1000.0)
+    format!("tsc_early_khz={:.0} tsc=reliable no_timer_check", mhz * 1000.0)
 }
 
 impl Machine {
