@@ -3,6 +3,7 @@
 //! Freezing user work is one write to the group above all of it. The kernel then holds each process the next
 //! time it would return to user mode, and says so in `cgroup.events`.
 
+use crate::log;
 use rustix::fs::{Mode, OFlags};
 use std::{
     fs, io,
@@ -73,14 +74,27 @@ pub fn kill_user() -> io::Result<()> {
     fs::write(Path::new(USER).join("cgroup.kill"), "1")
 }
 
-/// Holds all user work, and returns when it stands still. On error it goes on.
+/// Holds all user work, and returns when it stands still. On error, and when nobody waits for it any more,
+/// user work goes on.
 pub async fn freeze_user(limit: Duration) -> io::Result<()> {
-    let stopped =
-        timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()));
-    if stopped.is_err() {
-        thaw_user()?;
+    let mut guard = ThawUnless { done: false };
+    timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
+    guard.done = true;
+    Ok(())
+}
+
+struct ThawUnless {
+    done: bool,
+}
+
+impl Drop for ThawUnless {
+    fn drop(&mut self) {
+        if !self.done
+            && let Err(error) = thaw_user()
+        {
+            log::line(&format!("user work: {error}"));
+        }
     }
-    stopped
 }
 
 /// Lets user work go on.

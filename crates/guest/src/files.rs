@@ -337,6 +337,9 @@ pub fn rename(from: &Path, to: &Path) -> Result<(), FileError> {
 
 /// Removes a file, a link, an empty directory, or (`recursive`) a directory with all in it.
 pub fn remove(path: &Path, recursive: bool) -> Result<(), FileError> {
+    if path == Path::new("/") {
+        return Err(FileError::Invalid("the root directory cannot be removed".into()));
+    }
     let meta = fs::symlink_metadata(path).about(path)?;
     match (meta.is_dir(), recursive) {
         (true, true) => fs::remove_dir_all(path),

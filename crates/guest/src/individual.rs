@@ -78,7 +78,7 @@ impl Identity {
             step("clock", &|| clock(order.unix_nanos))?;
         }
         if !order.hostname.is_empty() {
-            step("hostname", &|| hostname(&order.hostname))?;
+            step("hostname", &|| Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
         }
         step("generation", &|| record(order.generation))?;
         self.generation.store(order.generation, Ordering::Release);
@@ -114,15 +114,17 @@ fn clock(nanos: u64) -> io::Result<()> {
     Ok(clock_settime(ClockId::Realtime, time)?)
 }
 
-fn hostname(name: &str) -> io::Result<()> {
-    rustix::system::sethostname(name.as_bytes())?;
-    // Comfort for programs that look themselves up; a sandbox may have made its files unwritable.
-    if let Ok(text) = fs::read(HOSTS)
-        && let Some(new) = with_host(&text, name)
-    {
+/// Lets programs look the machine itself up. A comfort, and a write to a disk that is cold after a thaw: not
+/// for the way to a new individual. A sandbox may have made its files unwritable.
+pub fn announce(name: &str) {
+    let text = match fs::read(HOSTS) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => b"127.0.0.1\tlocalhost\n".to_vec(),
+        Err(_) => return,
+        Ok(text) => text,
+    };
+    if let Some(new) = with_host(&text, name) {
         let _ = fs::write(HOSTS, new);
     }
-    Ok(())
 }
 
 /// The hosts file with one line of ours for `name`, all other lines as they were. None: nothing to change.

@@ -39,10 +39,16 @@ fn main() -> ExitCode {
         log::line(&format!("cannot start: control groups: {error}"));
         return end();
     }
+    // A freeze must not wait for user work's time slices, nor a command for its own child's.
+    if let Err(error) = sys::go_first() {
+        log::line(&format!("priority: {error}"));
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS)
         .thread_keep_alive(THREAD_KEEP)
+        // Without it a thread is slower, not wrong, and the first thread has said so.
+        .on_thread_start(|| drop(sys::go_first()))
         .build();
     match runtime {
         Ok(runtime) => runtime.block_on(run()),

@@ -4,7 +4,7 @@ use crate::{
     cgroup,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
-    individual::{Identity, IndividualError},
+    individual::{Identity, IndividualError, announce},
     log,
 };
 use bytes::Bytes;
@@ -126,6 +126,7 @@ impl Guest for Agent {
 
     async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
         let (identity, order) = (self.identity.clone(), request.into_inner());
+        let name = order.hostname.clone();
         let ack = blocking(move || {
             identity.become_new(&order).map_err(|error| match error {
                 IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
@@ -134,8 +135,12 @@ impl Guest for Agent {
                 }
                 IndividualError::Step(..) => Status::internal(log::chain(&error)),
             })
-        });
-        Ok(Response::new(ack.await?))
+        })
+        .await?;
+        if !name.is_empty() {
+            spawn_blocking(move || announce(&name));
+        }
+        Ok(Response::new(ack))
     }
 
     async fn exec(&self, request: Request<ExecSpec>) -> Answer<Events> {

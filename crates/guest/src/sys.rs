@@ -340,6 +340,14 @@ pub fn duplicate(fd: impl AsFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, 3)?)
 }
 
+/// Lets this thread run before all user work, however busy that is. What it starts is ordinary again.
+pub fn go_first() -> io::Result<()> {
+    let param = libc::sched_param { sched_priority: 1 };
+    let policy = libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: the kernel reads a sched_param; 0 means the calling thread.
+    check(unsafe { libc::sched_setscheduler(0, policy, &raw const param) })
+}
+
 /// Registers a descriptor with the runtime.
 pub fn watch(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd stays open, and the same descriptor, as long as the AsyncFd that owns it.
