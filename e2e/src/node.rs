@@ -104,8 +104,16 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts one, or starts it again on the same directories.
+    /// Starts one on empty directories.
     pub async fn start(places: &Places, options: Options) -> Result<Self> {
+        // What a failed run left would be found again.
+        match fs::remove_dir_all(places.root.join(&options.name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+            _ => Self::spawn(places, options).await,
+        }
+    }
+
+    async fn spawn(places: &Places, options: Options) -> Result<Self> {
         let home = places.root.join(&options.name);
         let (data, run) = (home.join("data"), home.join("run"));
         fs::create_dir_all(&home)?;
@@ -161,8 +169,7 @@ impl Node {
 
     /// Starts the daemon again after [`Node::kill`].
     pub async fn restart(&self) -> Result<Self> {
-        let again = Self::start(&self.places, self.options.clone()).await?;
-        Ok(again)
+        Self::spawn(&self.places, self.options.clone()).await
     }
 
     /// Deletes all sandboxes and snapshots.
