@@ -9,8 +9,8 @@ use futures::{StreamExt, stream::BoxStream};
 use keiki_types::{
     SandboxId,
     api::{
-        CreateSandbox, ForkSandbox, Forked, ForkedTree, Lifecycle, Promote, Promoted, Sandbox, SandboxList,
-        SetLifecycle, Snapshot, Version,
+        CreateSandbox, ForkSandbox, ForkTree, Forked, ForkedTree, Lifecycle, Promote, Promoted, Sandbox,
+        SandboxList, SetLifecycle, Snapshot, Version,
     },
 };
 use reqwest::Method;
@@ -71,7 +71,7 @@ impl Client {
     }
 
     /// Like fork; the children carry the id of the fan-out, for [`Client::promote`].
-    pub async fn fork_tree(&self, id: SandboxId, request: &ForkSandbox) -> Result<ForkedTree> {
+    pub async fn fork_tree(&self, id: SandboxId, request: &ForkTree) -> Result<ForkedTree> {
         self.post_patiently(&path(id, "/fork-tree"), request).await
     }
 

@@ -31,12 +31,7 @@ impl Client {
 
     /// How long the cold boot took that a template was baked from, in ms. None where the node does not tell.
     pub async fn cold_boot_ms(&self, name: &TemplateName) -> Result<Option<f64>> {
-        #[derive(Deserialize)]
-        struct Baked {
-            #[serde(default)]
-            cold_boot_ms: Option<f64>,
-        }
-        self.get::<Baked>(&format!("/v1/templates/{name}")).await.map(|baked| baked.cold_boot_ms)
+        self.template(name).await.map(|template| template.cold_boot_ms)
     }
 
     /// Deletes a template; sandboxes and snapshots made from it go on.

@@ -46,6 +46,8 @@ pub enum Error {
     Internal {
         /// One sentence.
         what: String,
+        /// The end of the guest's console, where that tells more.
+        console: Option<String>,
         /// What led to it.
         #[source]
         cause: anyhow::Error,
@@ -55,6 +57,6 @@ pub enum Error {
 impl Error {
     /// A 500 with its cause.
     pub fn internal(what: impl Into<String>, cause: impl Into<anyhow::Error>) -> Self {
-        Self::Internal { what: what.into(), cause: cause.into() }
+        Self::Internal { what: what.into(), console: None, cause: cause.into() }
     }
 }

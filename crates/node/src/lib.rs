@@ -17,4 +17,12 @@ mod sandbox;
 mod store;
 
 pub use error::{Error, Result};
+pub use keiki_net::Check as NetworkCheck;
 pub use node::{Config, Node};
+
+/// What a network of slots in this range needs of the host, for `doctor`. What it makes to
+/// try, it removes. Blocks.
+#[must_use]
+pub fn network_checks(range: keiki_net::Cidr) -> Vec<NetworkCheck> {
+    keiki_net::check(range, None)
+}

@@ -427,6 +427,9 @@ pub struct Template {
     pub description: String,
     /// When it was baked.
     pub created_at: String,
+    /// Cold boot to ready when it was baked, in ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cold_boot_ms: Option<f64>,
 }
 
 /// `POST /v1/templates/build`.
@@ -491,6 +494,9 @@ pub struct Build {
 pub struct ErrorBody {
     /// What was wrong and what would be right.
     pub error: String,
+    /// The end of the guest's console, where a machine failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub console: Option<String>,
 }
 
 /// `GET /healthz`.

@@ -9,7 +9,7 @@ use crate::{
 use anyhow::{Result, ensure};
 use keiki_types::{
     SandboxId, SnapshotId,
-    api::{CreateSandbox, ExecRequest, ForkSandbox, Promote},
+    api::{CreateSandbox, ExecRequest, ForkSandbox, ForkTree, Promote},
 };
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -84,8 +84,8 @@ pub async fn a_key_is_required_where_one_is_set(world: Arc<World>) -> Result<()>
 pub async fn fork_tree_and_promote(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let parent = Sandbox::create(client).await?;
-    let request = ForkSandbox {
-        count: Some(3),
+    let request = ForkTree {
+        count: 3,
         metadata: Some(BTreeMap::from([("explore_ttl".into(), "600".into())])),
         ttl_seconds: None,
     };

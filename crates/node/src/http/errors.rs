@@ -36,7 +36,7 @@ pub(super) fn status(error: &Error) -> StatusCode {
 
 /// The sentence for the client; an internal error's causes go to the log.
 pub(super) fn sentence(error: &Error) -> String {
-    if let Error::Internal { what, cause } = error {
+    if let Error::Internal { what, cause, .. } = error {
         let chain = cause.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
         tracing::error!(cause = chain, "{what}");
     }
@@ -45,7 +45,11 @@ pub(super) fn sentence(error: &Error) -> String {
 
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
-        let mut response = answer(status(&self), sentence(&self));
+        let console = match &self {
+            Self::Internal { console, .. } => console.clone(),
+            _ => None,
+        };
+        let mut response = answer_with(status(&self), sentence(&self), console);
         match self {
             Self::Busy { retry_after, .. } => {
                 let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
@@ -63,7 +67,11 @@ impl IntoResponse for Error {
 
 /// An answer in the envelope.
 pub(super) fn answer(status: StatusCode, sentence: String) -> Response {
-    let mut response = (status, Json(ErrorBody { error: sentence.clone() })).into_response();
+    answer_with(status, sentence, None)
+}
+
+fn answer_with(status: StatusCode, sentence: String, console: Option<String>) -> Response {
+    let mut response = (status, Json(ErrorBody { error: sentence.clone(), console })).into_response();
     if let Some(length) = response.body().size_hint().exact() {
         response.headers_mut().insert(header::CONTENT_LENGTH, length.into());
     }

@@ -149,7 +149,7 @@ async fn output(
 }
 
 fn complaint(error: &Error) -> Message {
-    Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error) }).into())
+    Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error), console: None }).into())
 }
 
 /// What a client's text frame asks for.

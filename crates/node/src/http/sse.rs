@@ -35,7 +35,7 @@ pub(super) fn event(name: &str, payload: &impl Serialize) -> String {
 
 /// `event: error`.
 pub(super) fn error(error: &Error) -> String {
-    event("error", &keiki_types::api::ErrorBody { error: super::errors::sentence(error) })
+    event("error", &keiki_types::api::ErrorBody { error: super::errors::sentence(error), console: None })
 }
 
 /// JSON whose every character is ASCII: others are written as `\uXXXX`, outside the first plane as a pair.

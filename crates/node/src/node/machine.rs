@@ -197,8 +197,8 @@ pub(super) async fn with_console(error: Error, machine: &dyn Machine) -> Error {
     let tail = tokio::time::timeout(Duration::from_secs(2), machine.console(CONSOLE_TAIL)).await;
     let tail = String::from_utf8_lossy(&tail.unwrap_or_default()).trim().to_owned();
     match error {
-        Error::Internal { what, cause } if !tail.is_empty() => {
-            Error::Internal { what: format!("{what}; the guest's console ends with:\n{tail}"), cause }
+        Error::Internal { what, cause, .. } if !tail.is_empty() => {
+            Error::Internal { what, console: Some(tail), cause }
         }
         error => error,
     }

@@ -582,6 +582,7 @@ fn view(record: &TemplateRecord) -> Template {
         status: "ready".into(),
         description: record.description.clone(),
         created_at: rfc3339(record.created_at),
+        cold_boot_ms: Some(record.cold_boot_ms),
     }
 }
 
@@ -596,5 +597,6 @@ fn missing(spec: &TemplateSpec) -> Template {
         status: "missing".into(),
         description: spec.description.into(),
         created_at: String::new(),
+        cold_boot_ms: None,
     }
 }
