@@ -7,7 +7,8 @@
 //! more. A copy cut short by a freeze, an end or a crash leaves a top that is right, only larger. A freeze
 //! waits for it only when the chain would reach [`MANY`].
 //!
-//! QEMU's own view of the chain is the truth; the record follows it when somebody looks.
+//! The ended copy stays listed in the monitor until the record has followed it, so a crash of ours loses
+//! nothing.
 
 use super::{
     args::BOTTOM_NODE,
@@ -18,10 +19,7 @@ use super::{
 };
 use crate::{EngineError, Result};
 use serde_json::{Value, json};
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// From here a machine shortens its chain.
 pub(super) const FEW: usize = 8;
@@ -41,7 +39,7 @@ pub(super) async fn shorten(machine: &Running, record: &Record) {
         return;
     }
     let arguments = json!({"job-id": JOB, "device": record.top_node, "base-node": BOTTOM_NODE, "backing-file": "",
-        "speed": RATE, "on-error": "report"});
+        "speed": RATE, "on-error": "report", "auto-dismiss": false});
     if let Err(error) = machine.monitor.qmp.run("block-stream", arguments).await {
         tracing::warn!(dir = %machine.resources.dir.display(), %error, "the disk chain stays long");
     }
@@ -54,19 +52,19 @@ pub(super) async fn settle(machine: &Running, record: &mut Record) -> Result<()>
     }
     let qmp = &machine.monitor.qmp;
     let patience = if record.layers.len() < MANY {
-        if runs(machine).await? {
+        if job(machine).await? == Job::Runs {
             // It may have ended since.
             let _ = qmp.run("block-job-cancel", json!({"device": JOB})).await;
         }
         CANCEL
     } else {
-        if !runs(machine).await? {
+        if job(machine).await? == Job::None {
             shorten(machine, record).await;
         }
         PATIENCE
     };
     let started = Instant::now();
-    while runs(machine).await? {
+    while job(machine).await? == Job::Runs {
         if started.elapsed() > patience {
             return Err(EngineError::Monitor("does not finish shortening its disk".into()));
         }
@@ -75,53 +73,63 @@ pub(super) async fn settle(machine: &Running, record: &mut Record) -> Result<()>
     follow(machine, record).await
 }
 
-/// Makes the record tell the chain that QEMU has, and removes the names of layers that it no longer reads.
+/// Makes the record tell the chain that QEMU has after a copy has ended, and removes the names of layers that
+/// it no longer reads. The ended job waits in the monitor until this has been done, over a restart of ours
+/// too, and no freeze comes between: what it copied is every layer that the record names above the bottom.
 pub(super) async fn follow(machine: &Running, record: &mut Record) -> Result<()> {
-    let nodes = machine.monitor.qmp.run("query-named-block-nodes", json!({})).await?;
-    let Some(names) = chain(&nodes, &record.top_node) else { return Ok(()) };
-    let mut dropped = record.layers.clone();
-    dropped.retain(|layer| !names.contains(&layer.name));
-    if dropped.is_empty() {
-        return Ok(());
+    match job(machine).await? {
+        Job::Ended { copied: true } => {
+            let dropped = record.layers.split_off(1.min(record.layers.len()));
+            record.save(&machine.resources)?;
+            let dir = machine.resources.dir.clone();
+            blocking(move || {
+                dropped.iter().try_for_each(|layer| remove_file(&disk::layer_path(&dir, &layer.name)))
+            })
+            .await?;
+        }
+        Job::Ended { copied: false } => {}
+        Job::Runs | Job::None => return Ok(()),
     }
-    record.layers.retain(|layer| names.contains(&layer.name));
-    record.save(&machine.resources)?;
-    let dir = machine.resources.dir.clone();
-    blocking(move || dropped.iter().try_for_each(|layer| remove_file(&disk::layer_path(&dir, &layer.name))))
-        .await
+    machine.monitor.qmp.run("job-dismiss", json!({"id": JOB})).await?;
+    Ok(())
 }
 
-async fn runs(machine: &Running) -> Result<bool> {
-    let jobs = machine.monitor.qmp.run("query-block-jobs", json!({})).await?;
-    Ok(jobs.as_array().is_some_and(|jobs| !jobs.is_empty()))
+#[derive(Debug, PartialEq, Eq)]
+enum Job {
+    None,
+    Runs,
+    Ended { copied: bool },
 }
 
-/// File names of a node's image and of everything behind it, top first.
-fn chain(nodes: &Value, top: &str) -> Option<Vec<String>> {
-    let is_top = |node: &&Value| node.get("node-name").and_then(Value::as_str) == Some(top);
-    let mut image = nodes.as_array()?.iter().find(is_top)?.get("image");
-    let mut names = Vec::new();
-    while let Some(here) = image {
-        let path = here.get("filename").and_then(Value::as_str)?;
-        names.push(Path::new(path).file_name()?.to_str()?.to_owned());
-        image = here.get("backing-image");
+async fn job(machine: &Running) -> Result<Job> {
+    Ok(find_job(&machine.monitor.qmp.run("query-jobs", json!({})).await?))
+}
+
+fn find_job(jobs: &Value) -> Job {
+    let ours = |job: &&Value| job.get("id").and_then(Value::as_str) == Some(JOB);
+    match jobs.as_array().and_then(|jobs| jobs.iter().find(ours)) {
+        None => Job::None,
+        Some(job) if job.get("status").and_then(Value::as_str) == Some("concluded") => {
+            Job::Ended { copied: job.get("error").is_none() }
+        }
+        Some(_) => Job::Runs,
     }
-    Some(names)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::chain;
+    use super::{Job, find_job};
     use serde_json::json;
 
     #[test]
-    fn the_chain_is_read_from_the_top_down() {
-        let image = json!({"filename": "/x/c.qcow2", "backing-image":
-            {"filename": "/x/b.qcow2", "backing-image": {"filename": "/x/a.raw"}}});
-        let nodes = json!([{"node-name": "other", "image": {"filename": "/x/z"}}, {"node-name": "top", "image": image}]);
-        let names = ["c.qcow2", "b.qcow2", "a.raw"].map(String::from);
-        assert_eq!(chain(&nodes, "top"), Some(names.to_vec()));
-        assert_eq!(chain(&nodes, "none"), None);
-        assert_eq!(chain(&json!({}), "top"), None);
+    fn a_job_counts_as_done_only_when_it_ended_without_an_error() {
+        let jobs =
+            |status: &str| json!([{"id": "other", "status": "running"}, {"id": "shorten", "status": status}]);
+        assert_eq!(find_job(&json!([])), Job::None);
+        assert_eq!(find_job(&jobs("running")), Job::Runs);
+        assert_eq!(find_job(&jobs("aborting")), Job::Runs);
+        assert_eq!(find_job(&jobs("concluded")), Job::Ended { copied: true });
+        let failed = json!([{"id": "shorten", "status": "concluded", "error": "Operation canceled"}]);
+        assert_eq!(find_job(&failed), Job::Ended { copied: false });
     }
 }
