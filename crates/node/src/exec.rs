@@ -65,8 +65,15 @@ pub struct Session {
 /// Input and signals of a command. Cheap to clone.
 #[derive(Clone)]
 pub struct Control {
-    id: String,
-    using: Arc<Use>,
+    pub(crate) inner: Arc<dyn ControlInner>,
+}
+
+/// How a [`Control`] reaches its command.
+#[async_trait::async_trait]
+pub(crate) trait ControlInner: Send + Sync {
+    async fn input(&self, data: Bytes, eof: bool) -> Result<()>;
+    async fn signal(&self, signal: i32) -> Result<()>;
+    async fn resize(&self, cols: u32, rows: u32) -> Result<()>;
 }
 
 impl Control {
@@ -75,15 +82,7 @@ impl Control {
     /// # Errors
     /// If the command or the machine has ended.
     pub async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
-        let mut chunks: Vec<InputChunk> = data
-            .chunks(INPUT_CHUNK)
-            .map(|part| InputChunk { id: self.id.clone(), data: data.slice_ref(part), eof: false })
-            .collect();
-        if eof || chunks.is_empty() {
-            chunks.push(InputChunk { id: self.id.clone(), data: Bytes::new(), eof });
-        }
-        let sent = self.using.live.guest.client().await.input(futures::stream::iter(chunks)).await;
-        sent.map(drop).map_err(|status| refusal(&status))
+        self.inner.input(data, eof).await
     }
 
     /// Sends a signal to every process of the command.
@@ -91,6 +90,38 @@ impl Control {
     /// # Errors
     /// If the command or the machine has ended.
     pub async fn signal(&self, signal: i32) -> Result<()> {
+        self.inner.signal(signal).await
+    }
+
+    /// Tells the terminal its size.
+    ///
+    /// # Errors
+    /// If the command or the machine has ended.
+    pub async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
+        self.inner.resize(cols, rows).await
+    }
+}
+
+/// A session in a guest. The sandbox is in use as long as this is held.
+struct InGuest {
+    id: String,
+    using: Use,
+}
+
+#[async_trait::async_trait]
+impl ControlInner for InGuest {
+    async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
+        let chunk = |data, eof| InputChunk { id: self.id.clone(), data, eof };
+        let mut chunks: Vec<InputChunk> =
+            data.chunks(INPUT_CHUNK).map(|part| chunk(data.slice_ref(part), false)).collect();
+        if eof || chunks.is_empty() {
+            chunks.push(chunk(Bytes::new(), eof));
+        }
+        let sent = self.using.live.guest.client().await.input(futures::stream::iter(chunks)).await;
+        sent.map(drop).map_err(|status| refusal(&status))
+    }
+
+    async fn signal(&self, signal: i32) -> Result<()> {
         let request = SignalRequest { id: self.id.clone(), signal, whole_group: true };
         let sent = self.using.live.guest.call(|mut guest| {
             let request = request.clone();
@@ -99,11 +130,7 @@ impl Control {
         sent.await.map(drop).map_err(|status| refusal(&status))
     }
 
-    /// Tells the terminal its size.
-    ///
-    /// # Errors
-    /// If the command or the machine has ended.
-    pub async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
+    async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
         let request = ResizeRequest { id: self.id.clone(), pty: Some(Pty { cols, rows }) };
         let sent = self.using.live.guest.call(|mut guest| {
             let request = request.clone();
@@ -128,16 +155,16 @@ impl Node {
         let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
         let stdin = stdin(&request)?;
         let spec = spec(request, command, timeout_ms, stdin.is_some(), pty);
-        let using = Arc::new(self.inner.begin(id).await?);
-        let control = Control { id: spec.id.clone(), using };
-        let started = start(&control, spec).await?;
+        let session = Arc::new(InGuest { id: spec.id.clone(), using: self.inner.begin(id).await? });
+        let started = start(&session, spec).await?;
         if let Some(stdin) = stdin {
-            let control = control.clone();
+            let session = Arc::clone(&session);
             // A command that does not read its input is no error of the exec.
-            tokio::spawn(async move { control.input(stdin, true).await });
+            tokio::spawn(async move { session.input(stdin, true).await });
         }
         let (send, events) = mpsc::channel(EVENTS_AHEAD);
-        tokio::spawn(Pump { control: control.clone(), send, stdout: 0, stderr: 0 }.run(started));
+        let control = Control { inner: Arc::clone(&session) as Arc<dyn ControlInner> };
+        tokio::spawn(Pump { session, send, stdout: 0, stderr: 0 }.run(started));
         Ok(Session { events: ReceiverStream::new(events).boxed(), control })
     }
 }
@@ -183,8 +210,8 @@ fn spec(
 }
 
 /// Starts the session; if the connection turns out to be broken, over a new one.
-async fn start(control: &Control, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
-    let guest = &control.using.live.guest;
+async fn start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
+    let guest = &session.using.live.guest;
     let first = guest.client().await.exec(spec.clone()).await;
     let answer = match first {
         Err(status) if is_broken(&status) => {
@@ -192,7 +219,7 @@ async fn start(control: &Control, spec: ExecSpec) -> Result<Streaming<GuestEvent
             match client.exec(spec).await {
                 // The first one had arrived after all.
                 Err(status) if status.code() == tonic::Code::AlreadyExists => {
-                    client.attach(attach(&control.id, 0, 0)).await
+                    client.attach(attach(&session.id, 0, 0)).await
                 }
                 answer => answer,
             }
@@ -208,7 +235,7 @@ fn attach(id: &str, stdout_offset: u64, stderr_offset: u64) -> AttachRequest {
 
 /// Carries the events of one command.
 struct Pump {
-    control: Control,
+    session: Arc<InGuest>,
     send: mpsc::Sender<Result<ExecEvent>>,
     stdout: u64,
     stderr: u64,
@@ -230,7 +257,7 @@ impl Pump {
                 Outcome::Exited => return,
                 Outcome::Unheard => {
                     // Nobody listens any more: the command ends with its caller.
-                    let _ = self.control.signal(SIGKILL).await;
+                    let _ = self.session.signal(SIGKILL).await;
                     return;
                 }
                 Outcome::Broken(status) => {
@@ -284,7 +311,7 @@ impl Pump {
 
     /// The session over a new connection, unless the machine is gone.
     async fn again(&self, failures: usize) -> Option<Streaming<GuestEvent>> {
-        let live = &self.control.using.live;
+        let live = &self.session.using.live;
         if failures > REATTACH {
             return None;
         }
@@ -293,7 +320,7 @@ impl Pump {
             _ = live.machine.ended() => return None,
         };
         let mut client = connected;
-        let answer = client.attach(attach(&self.control.id, self.stdout, self.stderr)).await;
+        let answer = client.attach(attach(&self.session.id, self.stdout, self.stderr)).await;
         answer.ok().map(tonic::Response::into_inner)
     }
 }
