@@ -108,7 +108,7 @@ impl Node {
     pub async fn start(places: &Places, options: Options) -> Result<Self> {
         // What a failed run left would be found again.
         match fs::remove_dir_all(places.root.join(&options.name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
             _ => Self::spawn(places, options).await,
         }
     }

@@ -1,8 +1,11 @@
 //! The freeze order around a running guest, and the verbs that begin with it: snapshot, fork, hibernate.
 //!
-//! 1. the guest flushes its disk, running; 2. it holds its user processes still; 3. the engine parks the
-//! vCPUs, takes RAM, device state and disk at one instant, and lets them go; 4. the guest thaws its user
-//! processes. Whatever fails, 4 happens to the original.
+//! 1. the guest flushes its disk, running;
+//! 2. it holds its user processes still;
+//! 3. the engine parks the vCPUs, takes RAM, device state and disk at one instant, and lets them go;
+//! 4. the guest thaws its user processes.
+//!
+//! Whatever fails, the last step happens to the original.
 
 use super::{
     Inner,

@@ -7,10 +7,11 @@
 //!             ├─ engine    what runs machines            machine.rs: place, thaw, release
 //!             ├─ slots     their network                 freeze.rs:  snapshot, fork, hibernate
 //!             ├─ admission room for them                 verbs.rs:   create, wake, pause, delete
-//!             ├─ templates baked machines                template.rs
+//!             ├─ templates baked machines                template.rs, bake.rs
 //!             └─ sandboxes who is here now               start.rs, sweep.rs
 //! ```
 
+mod bake;
 mod freeze;
 mod machine;
 pub(crate) mod request;

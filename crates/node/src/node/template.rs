@@ -8,38 +8,26 @@
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{
-    Inner,
-    machine::{Place, engine_error, with_console},
-    request,
-};
+use super::{Inner, bake::Recipe, machine::Place, request};
 use crate::{
-    clock::{Clock, ms},
     error::{Error, Result},
-    guest::GuestLink,
     records::{TemplateRecord, rfc3339},
-    store::{make_dir, tree_bytes},
 };
-use anyhow::Context;
 use futures::{StreamExt, stream::BoxStream};
-use keiki_engine::{BootSpec, Frozen, Machine};
+use keiki_engine::Frozen;
 use keiki_image::{Builder, TemplateSpec};
-use keiki_protocol::guest::{ExecSpec, InfoRequest, exec_event::Event};
 use keiki_types::{
     SandboxId, Shape, TemplateName,
     api::{Build, BuildTemplate, Template},
 };
 use std::{
     collections::{HashMap, VecDeque},
-    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
-/// A cold boot under software emulation takes seconds, not minutes.
-const BOOT_LIMIT: Duration = Duration::from_secs(90);
 /// What a create is told while its template is being built.
 const RETRY_AFTER: Duration = Duration::from_secs(10);
 /// Builds remembered, with their logs.
@@ -48,12 +36,6 @@ const BUILDS_KEPT: usize = 32;
 const LOG_LINES: usize = 2000;
 /// Refilling waits this long, so that it does not compete with the create that took a place.
 const REFILL_PAUSE: Duration = Duration::from_millis(250);
-/// Run once before the bake: their pages are then in every sandbox's memory from the start.
-const WARM: [&str; 2] = [
-    "true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true",
-    "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true",
-];
-
 /// The templates of a node.
 #[derive(Default)]
 pub(super) struct Templates {
@@ -80,7 +62,7 @@ struct Places {
     closed: bool,
 }
 
-struct Building {
+pub(super) struct Building {
     id: String,
     name: String,
     progress: watch::Sender<Progress>,
@@ -119,7 +101,7 @@ impl Building {
         self.progress.send_modify(change);
     }
 
-    fn say(&self, line: &str) {
+    pub fn say(&self, line: &str) {
         tracing::info!(template = self.name, line, "build");
         self.update(|progress| {
             line.clone_into(&mut progress.view.step);
@@ -300,7 +282,8 @@ impl Inner {
         };
         let dir = self.store.template(spec.name, &version);
         self.store.remove(dir.clone()).await?;
-        let baked = self.bake(spec, shape, &version, &parts, &dir, build).await;
+        let recipe = Recipe { spec, shape, version: &version, parts: &parts };
+        let baked = self.bake(&recipe, &dir, build).await;
         match baked {
             Ok(record) => self.install_template(record, build).await,
             Err(error) => {
@@ -308,131 +291,6 @@ impl Inner {
                 Err(error)
             }
         }
-    }
-
-    /// Boots the machine once, and freezes it when its guest says it is ready.
-    async fn bake(
-        &self,
-        spec: &TemplateSpec,
-        shape: Shape,
-        version: &str,
-        parts: &keiki_image::Template,
-        dir: &Path,
-        build: &Building,
-    ) -> Result<TemplateRecord> {
-        let _ticket = self.admission.admit(shape, 1)?;
-        self.check_free((u64::from(shape.memory_mib) << 20) + (1 << 30))?;
-        build.say("bake: copying the root disk to the store");
-        let scratch = self.store.scratch();
-        make_dir(&scratch)?;
-        let disk = scratch.join("root.raw");
-        let (from, to) = (parts.rootfs.raw.clone(), disk.clone());
-        tokio::task::spawn_blocking(move || keiki_sys::sparse::copy(&from, &to))
-            .await
-            .map_err(|cause| Error::internal("the copy was interrupted", cause))?
-            .map_err(|cause| Error::internal("the root disk cannot be copied to the store", cause))?;
-
-        let id = SandboxId::new();
-        let (slot, resources) = self.ground(id).await?;
-        let boot = BootSpec {
-            shape,
-            kernel: parts.kernel.bzimage.clone(),
-            initrd: parts.initramfs.clone(),
-            disk,
-            cmdline: String::new(),
-        };
-        build.say("bake: cold boot");
-        let mut clock = Clock::start();
-        let machine = match self.engine.boot(&boot, resources).await {
-            Ok(machine) => machine,
-            Err(error) => {
-                self.clear_ground(id, Some(slot)).await;
-                self.store.remove(scratch).await?;
-                return Err(engine_error("the template cannot be booted", error));
-            }
-        };
-        let record = async {
-            let generation = self.records.generation().await?;
-            let guest = self.wait_ready(machine.as_ref(), generation).await?;
-            let cold_boot = clock.lap("cold_boot");
-            build.say(&format!("bake: guest ready after {:.0} ms; warming", ms(cold_boot)));
-            self.warm(&guest).await?;
-            guest.flush().await?;
-            guest.freeze_user().await?;
-            make_dir(dir)?;
-            let image = self.engine.image(dir, shape).await;
-            let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
-            let (frozen, _) = machine
-                .freeze(image)
-                .await
-                .map_err(|error| engine_error("the template cannot be frozen", error))?;
-            build.say("bake: writing the snapshot");
-            self.persist(frozen.as_ref()).await?;
-            Ok(TemplateRecord {
-                name: spec.name.into(),
-                version: version.into(),
-                shape,
-                created_at: OffsetDateTime::now_utc(),
-                size_bytes: tree_bytes(dir),
-                description: spec.description.into(),
-                generation,
-                engine: self.engine.kind(),
-                cold_boot_ms: ms(cold_boot),
-            })
-        };
-        let record = match record.await {
-            Ok(record) => Ok(record),
-            Err(error) => Err(with_console(error, machine.as_ref()).await),
-        };
-        self.end_machine(id, machine.as_ref(), Some(slot)).await;
-        self.store.remove(scratch).await?;
-        record
-    }
-
-    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<GuestLink> {
-        let ready = async {
-            loop {
-                // Until the kernel is up nobody answers: each attempt is bounded by itself.
-                let link = GuestLink::connect(&machine.agent_socket(), generation).await;
-                if let Ok(link) = link {
-                    let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
-                    if info.is_ok_and(|info| info.ready) {
-                        return link;
-                    }
-                }
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        };
-        tokio::select! {
-            link = ready => Ok(link),
-            how = machine.ended() => {
-                Err(Error::internal("the guest ended while it booted", anyhow::anyhow!(how)))
-            }
-            () = tokio::time::sleep(BOOT_LIMIT) => {
-                let cause = anyhow::anyhow!("its agent did not answer within {} s", BOOT_LIMIT.as_secs());
-                Err(Error::internal("the guest did not become ready", cause))
-            }
-        }
-    }
-
-    async fn warm(&self, guest: &GuestLink) -> Result<()> {
-        for line in WARM {
-            let spec =
-                ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
-            let run = async {
-                let mut events = guest.client().await.exec(spec).await?.into_inner();
-                while let Some(event) = events.message().await? {
-                    if let Some(Event::Exit(exit)) = event.event {
-                        anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
-                        return Ok(());
-                    }
-                }
-                anyhow::bail!("the guest stopped answering")
-            };
-            let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
-            done.map_err(|cause| Error::internal("the guest could not be warmed", cause))?;
-        }
-        Ok(())
     }
 
     async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {

@@ -1,0 +1,180 @@
+//! Baking: one cold boot, frozen when its guest is ready, so that every later create is a restore.
+
+use super::{
+    Inner,
+    machine::{engine_error, with_console},
+    template::Building,
+};
+use crate::{
+    clock::{Clock, ms},
+    error::{Error, Result},
+    guest::GuestLink,
+    records::TemplateRecord,
+    store::{make_dir, tree_bytes},
+};
+use anyhow::Context;
+use keiki_engine::{BootSpec, Machine};
+use keiki_image::TemplateSpec;
+use keiki_protocol::guest::{ExecSpec, InfoRequest, exec_event::Event};
+use keiki_types::{SandboxId, Shape};
+use std::{path::Path, time::Duration};
+use time::OffsetDateTime;
+
+/// A cold boot under software emulation takes seconds, not minutes.
+const BOOT_LIMIT: Duration = Duration::from_secs(90);
+/// Run once before the bake: their pages are then in every sandbox's memory from the start.
+const WARM: [&str; 2] = [
+    "true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true",
+    "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true",
+];
+
+/// Room for the root disk's contents while it is copied.
+const BAKE_DISK_BYTES: u64 = 1 << 30;
+
+/// What is baked.
+pub(super) struct Recipe<'a> {
+    pub spec: &'a TemplateSpec,
+    pub shape: Shape,
+    pub version: &'a str,
+    pub parts: &'a keiki_image::Template,
+}
+
+impl Inner {
+    /// Boots the machine once and freezes it into `dir` when its guest says it is ready.
+    pub(super) async fn bake(
+        &self,
+        recipe: &Recipe<'_>,
+        dir: &Path,
+        build: &Building,
+    ) -> Result<TemplateRecord> {
+        let _ticket = self.admission.admit(recipe.shape, 1)?;
+        self.check_free((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
+        let scratch = self.store.scratch();
+        make_dir(&scratch)?;
+        let baked = self.bake_in(&scratch, recipe, dir, build).await;
+        self.store.remove(scratch).await?;
+        baked
+    }
+
+    async fn bake_in(
+        &self,
+        scratch: &Path,
+        recipe: &Recipe<'_>,
+        dir: &Path,
+        build: &Building,
+    ) -> Result<TemplateRecord> {
+        build.say("bake: copying the root disk to the store");
+        let disk = scratch.join("root.raw");
+        let (from, to) = (recipe.parts.rootfs.raw.clone(), disk.clone());
+        tokio::task::spawn_blocking(move || keiki_sys::sparse::copy(&from, &to))
+            .await
+            .map_err(|cause| Error::internal("the copy was interrupted", cause))?
+            .map_err(|cause| Error::internal("the root disk cannot be copied to the store", cause))?;
+        let boot = BootSpec {
+            shape: recipe.shape,
+            kernel: recipe.parts.kernel.bzimage.clone(),
+            initrd: recipe.parts.initramfs.clone(),
+            disk,
+            cmdline: String::new(),
+        };
+        build.say("bake: cold boot");
+        let id = SandboxId::new();
+        let (slot, resources) = self.ground(id).await?;
+        let mut clock = Clock::start();
+        let machine = match self.engine.boot(&boot, resources).await {
+            Ok(machine) => machine,
+            Err(error) => {
+                self.clear_ground(id, Some(slot)).await;
+                return Err(engine_error("the template cannot be booted", error));
+            }
+        };
+        let record = match self.ripen(machine.as_ref(), recipe, dir, build, &mut clock).await {
+            Ok(record) => Ok(record),
+            Err(error) => Err(with_console(error, machine.as_ref()).await),
+        };
+        self.end_machine(id, machine.as_ref(), Some(slot)).await;
+        record
+    }
+
+    /// From a machine that boots to a snapshot on disk.
+    async fn ripen(
+        &self,
+        machine: &dyn Machine,
+        recipe: &Recipe<'_>,
+        dir: &Path,
+        build: &Building,
+        clock: &mut Clock,
+    ) -> Result<TemplateRecord> {
+        let generation = self.records.generation().await?;
+        let guest = self.wait_ready(machine, generation).await?;
+        let cold_boot = ms(clock.lap("cold_boot"));
+        build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
+        self.warm(&guest).await?;
+        guest.flush().await?;
+        guest.freeze_user().await?;
+        make_dir(dir)?;
+        let image = self.engine.image(dir, recipe.shape).await;
+        let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
+        let frozen = machine.freeze(image).await;
+        let (frozen, _) = frozen.map_err(|error| engine_error("the template cannot be frozen", error))?;
+        build.say("bake: writing the snapshot");
+        self.persist(frozen.as_ref()).await?;
+        Ok(TemplateRecord {
+            name: recipe.spec.name.into(),
+            version: recipe.version.into(),
+            shape: recipe.shape,
+            created_at: OffsetDateTime::now_utc(),
+            size_bytes: tree_bytes(dir),
+            description: recipe.spec.description.into(),
+            generation,
+            engine: self.engine.kind(),
+            cold_boot_ms: cold_boot,
+        })
+    }
+
+    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<GuestLink> {
+        let ready = async {
+            loop {
+                // Until the kernel is up nobody answers: each attempt is bounded by itself.
+                let link = GuestLink::connect(&machine.agent_socket(), generation).await;
+                if let Ok(link) = link {
+                    let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
+                    if info.is_ok_and(|info| info.ready) {
+                        return link;
+                    }
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            link = ready => Ok(link),
+            how = machine.ended() => {
+                Err(Error::internal("the guest ended while it booted", anyhow::anyhow!(how)))
+            }
+            () = tokio::time::sleep(BOOT_LIMIT) => {
+                let cause = anyhow::anyhow!("its agent did not answer within {} s", BOOT_LIMIT.as_secs());
+                Err(Error::internal("the guest did not become ready", cause))
+            }
+        }
+    }
+
+    async fn warm(&self, guest: &GuestLink) -> Result<()> {
+        for line in WARM {
+            let spec =
+                ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
+            let run = async {
+                let mut events = guest.client().await.exec(spec).await?.into_inner();
+                while let Some(event) = events.message().await? {
+                    if let Some(Event::Exit(exit)) = event.event {
+                        anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
+                        return Ok(());
+                    }
+                }
+                anyhow::bail!("the guest stopped answering")
+            };
+            let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
+            done.map_err(|cause| Error::internal("the guest could not be warmed", cause))?;
+        }
+        Ok(())
+    }
+}
