@@ -14,7 +14,7 @@ TOOLS=(
 )
 QEMU=(qemu-system-x86 qemu-utils)
 # Without a command of their own.
-PLAIN=(libc6-dev python3-venv ca-certificates debian-archive-keyring)
+PLAIN=(busybox-static libc6-dev python3-venv ca-certificates debian-archive-keyring)
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 APT=$STATE/apt
 

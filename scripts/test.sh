@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template e2e sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -30,6 +30,34 @@ stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
 stage_template() { cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"; }
+
+# The engine and the agent by themselves, each with real guests.
+stage_guests() {
+    local parts=$LOGS/template.log store=$STATE/guests package=$STATE/guests/kernel kernel
+    # `build` names the parts it made: kernel RELEASE PATH, initramfs PATH, rootfs PATH.
+    kernel=$(awk '$1 == "kernel" { print $3 }' "$parts")
+    mkdir -p "$store"
+    with_reflinks "$store"
+    mkdir -p "$package/boot"
+    cp "$kernel" "$package/boot/vmlinuz-test"
+    ln -sfn "$(dirname "$kernel")/lib" "$package/lib"
+    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store \
+        cargo test --locked -p keiki-engine --tests -- --test-threads 2
+    KEIKI_TEST_KERNEL=$kernel KEIKI_TEST_INITRD=$(awk '$1 == "initramfs" { print $2 }' "$parts") \
+        KEIKI_TEST_DISK=$(awk '$1 == "rootfs" { print $2 }' "$parts") TMPDIR=$store \
+        cargo test --locked -p keiki-guest --test real_guest -- --ignored --test-threads 1
+}
+
+# Mounts an XFS image on a directory until the shell ends.
+with_reflinks() {
+    local image=$1.xfs
+    rm -f "$image"
+    truncate -s 8G "$image"
+    mkfs.xfs -q -m reflink=1 "$image"
+    mount -o loop "$image" "$1"
+    # shellcheck disable=SC2064
+    trap "umount '$1' && rm -f '$image'" EXIT
+}
 
 # One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
