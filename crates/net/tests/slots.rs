@@ -212,7 +212,7 @@ async fn a_restart_keeps_slots_in_use_and_removes_the_rest() -> Result<()> {
 
     // A graceful stop that keeps it; then its namespace is lost by other hands.
     slots.stop(&[kept_index]).await;
-    drop(kept);
+    drop((kept, slots));
     assert_eq!(heard(guest.udp(ECHO, b"kept", SOON)?)?, format!("{HOST} 4"));
     let slots = locked_start(&config, &[kept_index]).await?;
     run(&format!("umount /run/netns/keiki-{}-{kept_index}", world.tag))?;
@@ -277,6 +277,7 @@ async fn fifty_users_leave_nothing() -> Result<()> {
     outsides.dedup();
     ensure!(outsides.len() == 8, "two slots share an address");
     slots.stop(&[]).await;
+    drop(slots);
     assert_eq!(world.traces()?, Vec::<String>::new());
 
     let slots = start(SlotsConfig { ahead: 0, ..config }).await?;
