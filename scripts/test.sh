@@ -44,7 +44,7 @@ stage_guests() {
     KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store \
         cargo test --locked -p keiki-engine --tests -- --test-threads 2
     KEIKI_TEST_KERNEL=$kernel KEIKI_TEST_INITRD=$(awk '$1 == "initramfs" { print $2 }' "$parts") \
-        KEIKI_TEST_DISK=$(awk '$1 == "rootfs" { print $2 }' "$parts") TMPDIR=$store \
+        KEIKI_TEST_DISK=$(awk '$1 == "rootfs" && $2 ~ "^/" { print $2 }' "$parts") TMPDIR=$store \
         cargo test --locked -p keiki-guest --test real_guest -- --ignored --test-threads 1
 }
 
