@@ -10,8 +10,16 @@ use async_trait::async_trait;
 use keiki_snapshot::{Format, MEMORY_FILE};
 use keiki_types::{Shape, api::MemoryUse};
 use serde_json::json;
-use std::{fs, path::PathBuf, sync::Arc};
+use std::{
+    fs,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 use tokio::sync::Mutex;
+
+/// How long what the guest said at its end is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The handle that the node holds.
 pub(super) struct QemuMachine(pub(super) Arc<Running>);
@@ -23,7 +31,7 @@ pub(super) struct Running {
     pub(super) resources: Resources,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
-    pub(super) _console: Task,
+    pub(super) console: Task,
 }
 
 impl Running {
@@ -117,7 +125,7 @@ pub(super) async fn assemble(
         resources: resources.clone(),
         shape: record.shape,
         record: Mutex::new(record),
-        _console: console,
+        console,
     })))
 }
 
@@ -157,7 +165,13 @@ impl Machine for QemuMachine {
     }
 
     async fn ended(&self) -> String {
-        self.0.monitor.wait().await
+        let how = self.0.monitor.wait().await;
+        // The guest's last words are in the socket still.
+        let waited = Instant::now();
+        while !self.0.console.0.is_finished() && waited.elapsed() < LAST_WORDS {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        how
     }
 
     async fn memory(&self) -> Result<MemoryUse> {
