@@ -28,6 +28,22 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
+/// Does the file system of this directory have reflinks? Tried with two nameless files.
+///
+/// # Errors
+/// If the directory cannot be written.
+pub fn has_reflinks(dir: &Path) -> io::Result<bool> {
+    use rustix::fs::{Mode, OFlags};
+    use std::io::Write;
+    let nameless = || -> io::Result<File> {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(dir, flags, Mode::RUSR | Mode::WUSR)?.into())
+    };
+    let (mut one, two) = (nameless()?, nameless()?);
+    one.write_all(&[1; 4096])?;
+    Ok(reflink(&one, &two).is_ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::{punch, sync_dir};
@@ -47,20 +63,4 @@ mod tests {
         assert_eq!(file.metadata()?.len(), 16384);
         sync_dir(dir.path())
     }
-}
-
-/// Does the file system of this directory have reflinks? Tried with two nameless files.
-///
-/// # Errors
-/// If the directory cannot be written.
-pub fn has_reflinks(dir: &Path) -> io::Result<bool> {
-    use rustix::fs::{Mode, OFlags};
-    use std::io::Write;
-    let nameless = || -> io::Result<File> {
-        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-        Ok(rustix::fs::open(dir, flags, Mode::RUSR | Mode::WUSR)?.into())
-    };
-    let (mut one, two) = (nameless()?, nameless()?);
-    one.write_all(&[1; 4096])?;
-    Ok(reflink(&one, &two).is_ok())
 }
