@@ -24,13 +24,17 @@
 
 use super::{Host, args::Launch};
 use crate::{EngineError, Resources, Result};
-use keiki_sys::jail::{Jail, Limits, make_root};
+use keiki_sys::{
+    jail::{Jail, Limits, make_root},
+    process::{Process, Setup},
+};
 use std::{
     collections::BTreeSet,
     fs::{self, File, Permissions},
     os::unix::fs::{MetadataExt, PermissionsExt, chown},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
 };
 
 /// Default of the first user number of monitors.
@@ -50,6 +54,8 @@ pub(super) const SAVED: &str = "device.state";
 const FILES: u64 = 1024;
 /// Threads: vCPUs, and up to 64 for its input and output.
 const TASKS: u64 = 512;
+/// How long a jailed program may take to tell its version.
+const PROBE: Duration = Duration::from_secs(10);
 /// The node must be the last to go.
 const OOM_SCORE_ADJ: i16 = 500;
 
@@ -118,6 +124,43 @@ fn close(dir: &Path, mode: u32, group: Option<u32>) -> Result<()> {
     fs::set_permissions(dir, Permissions::from_mode(mode))
         .and_then(|()| chown(dir, Some(0), Some(group.unwrap_or(0))))
         .map_err(EngineError::at("close", dir))
+}
+
+/// Closes a directory of base files to all but root: monitors get names of their own for what they need.
+pub(super) fn hide(dir: &Path) -> Result<()> {
+    close(dir, 0o700, None)
+}
+
+/// Can a monitor be jailed here? Says how they run.
+pub(super) fn probe(host: &Host) -> Result<String> {
+    let Some(first) = host.config.first_user else {
+        return Ok("its processes are not jailed, because this one is not root".into());
+    };
+    let root = host.config.store.join("jail");
+    let failed = || EngineError::at("jail a process in", &root);
+    make_root(&root, &[INSIDE], &[KERNEL, INITRD]).map_err(failed())?;
+    let limits = Limits { files: FILES, tasks: TASKS, file_bytes: 0, oom_score_adj: OOM_SCORE_ADJ };
+    let jail = Jail::new(&root, first, limits).map_err(failed())?;
+    let mut command = std::process::Command::new(&host.config.binary);
+    let quiet = std::process::Stdio::null;
+    command.arg("--version").stdin(quiet()).stdout(quiet()).stderr(quiet());
+    let setup = Setup { jail: Some(jail), ..Setup::default() };
+    let (process, _) = Process::spawn(&mut command, setup).map_err(failed())?;
+    let started = Instant::now();
+    let how = loop {
+        match process.try_reap() {
+            Some(how) => break how,
+            None if started.elapsed() > PROBE => {
+                process.kill().map_err(failed())?;
+                break "no end".into();
+            }
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    };
+    if how != "exit status 0" {
+        return Err(EngineError::Monitor(format!("does not run in a jail: {how}")));
+    }
+    Ok(format!("jailed, as users {first} to {}", first + (USERS - 1)))
 }
 
 /// Makes a file the monitor's own.

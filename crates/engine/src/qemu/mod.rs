@@ -26,6 +26,8 @@ mod args;
 mod chain;
 mod console;
 mod disk;
+#[cfg(test)]
+mod equal;
 mod freeze;
 mod jail;
 mod machine;
@@ -148,9 +150,15 @@ impl Engine for Qemu {
     async fn probe(&self) -> Capabilities {
         let host = Arc::clone(&self.host);
         let version = host.version().await.map(str::to_owned);
-        let store = blocking(move || probe_store(&host.config)).await;
+        let store = blocking(move || {
+            probe_store(&host.config)?;
+            jail::probe(&host)
+        })
+        .await;
         let (usable, version, note) = match (version, store) {
-            (Ok(version), Ok(())) => (true, version, "software emulation, works everywhere".into()),
+            (Ok(version), Ok(jail)) => {
+                (true, version, format!("software emulation, works everywhere; {jail}"))
+            }
             (Ok(version), Err(error)) => (false, version, sentence(&error)),
             (Err(error), _) => (false, String::new(), sentence(&error)),
         };
@@ -163,7 +171,14 @@ impl Engine for Qemu {
 
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
         let dir = dir.to_owned();
-        blocking(move || make_memory(&dir, shape).map(|()| Image { dir, shape })).await
+        let jailed = self.host.config.first_user.is_some();
+        blocking(move || {
+            if jailed {
+                jail::hide(&dir)?;
+            }
+            make_memory(&dir, shape).map(|()| Image { dir, shape })
+        })
+        .await
     }
 
     async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>> {

@@ -31,11 +31,11 @@ const LOAD: Duration = Duration::from_secs(30);
 
 /// A monitor that waits.
 pub(super) struct QemuSeat {
-    resources: Resources,
+    pub(super) resources: Resources,
     image: Image,
-    record: Record,
+    pub(super) record: Record,
     /// None once it was taken: nothing is left to end.
-    monitor: Option<Monitor>,
+    pub(super) monitor: Option<Monitor>,
 }
 
 impl QemuSeat {
@@ -137,7 +137,13 @@ impl QemuFrozen {
         Self { host: Arc::clone(host), image, manifest }
     }
 
-    async fn fill(&self, seat: &mut QemuSeat, monitor: &Monitor, watch: &mut Stopwatch) -> Result<()> {
+    /// Everything but letting it run.
+    pub(super) async fn fill(
+        &self,
+        seat: &mut QemuSeat,
+        monitor: &Monitor,
+        watch: &mut Stopwatch,
+    ) -> Result<()> {
         let (from, to, layers) =
             (self.image.dir.clone(), seat.resources.dir.clone(), self.manifest.layers.clone());
         blocking(move || {
