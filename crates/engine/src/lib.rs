@@ -19,6 +19,9 @@
 //!
 //! Nothing here knows sandboxes, templates, users or HTTP.
 
+#[cfg(test)]
+extern crate self as keiki_engine;
+
 mod error;
 pub mod qemu;
 

@@ -114,8 +114,17 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
         fs::write(&record, value.to_string())?;
         let path = resources.dir.join("layers").join(&next);
         fs::copy(lab.dir.path().join("store/empty-256.qcow2"), &path)?;
+        // As the engine does: the monitor's own, and named as it sees it.
+        let seen = match value["user"].as_u64() {
+            Some(user) => {
+                let user = u32::try_from(user)?;
+                std::os::unix::fs::chown(&path, Some(user), Some(user))?;
+                Path::new("/m/layers").join(&next)
+            }
+            None => path.clone(),
+        };
         let add = json!({"driver": "qcow2", "node-name": node, "backing": null,
-            "file": {"driver": "file", "filename": path, "locking": "off"}});
+            "file": {"driver": "file", "filename": seen, "locking": "off"}});
         let mut commands = vec![("blockdev-add", add), ("stop", json!({}))];
         if switched {
             commands.push(("blockdev-snapshot", json!({"node": old, "overlay": node})));

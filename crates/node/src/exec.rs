@@ -6,7 +6,7 @@
 
 use crate::{
     error::{Error, Result},
-    guest::{is_broken, refusal},
+    guest::{is_broken, plain, refusal, within},
     node::{
         Node,
         request::{self, Command},
@@ -21,7 +21,7 @@ use keiki_protocol::guest::{
     exec_event::Event,
 };
 use keiki_types::{SandboxId, api::ExecRequest};
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -32,6 +32,8 @@ const EVENTS_AHEAD: usize = 16;
 const INPUT_CHUNK: usize = 64 << 10;
 /// How often a session is found again after a broken connection, in a row.
 const REATTACH: usize = 3;
+/// The guest must say within this that a command has begun; what it then sends comes when it comes.
+const START_LIMIT: Duration = Duration::from_secs(60);
 const SIGKILL: i32 = 9;
 
 /// What a running command sends, in order. `Exit` is last; a stream that ends without it lost its machine.
@@ -212,14 +214,14 @@ fn spec(
 /// Starts the session; if the connection turns out to be broken, over a new one.
 async fn start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
     let guest = &session.using.live.guest;
-    let first = guest.client().await.exec(spec.clone()).await;
+    let first = within(START_LIMIT, guest.client().await.exec(spec.clone())).await;
     let answer = match first {
         Err(status) if is_broken(&status) => {
             let mut client = guest.reconnect().await?;
-            match client.exec(spec).await {
+            match within(START_LIMIT, client.exec(spec)).await {
                 // The first one had arrived after all.
                 Err(status) if status.code() == tonic::Code::AlreadyExists => {
-                    client.attach(attach(&session.id, 0, 0)).await
+                    within(START_LIMIT, client.attach(attach(&session.id, 0, 0))).await
                 }
                 answer => answer,
             }
@@ -252,7 +254,7 @@ impl Pump {
     async fn run(mut self, mut stream: Streaming<GuestEvent>) {
         let mut failures = 0;
         loop {
-            let before = self.stdout + self.stderr;
+            let before = (self.stdout, self.stderr);
             match self.carry(&mut stream).await {
                 Outcome::Exited => return,
                 Outcome::Unheard => {
@@ -261,7 +263,7 @@ impl Pump {
                     return;
                 }
                 Outcome::Broken(status) => {
-                    failures = if self.stdout + self.stderr > before { 1 } else { failures + 1 };
+                    failures = if (self.stdout, self.stderr) != before { 1 } else { failures + 1 };
                     match self.again(failures).await {
                         Some(next) => stream = next,
                         None => {
@@ -288,16 +290,22 @@ impl Pump {
             let (event, last) = match event {
                 None | Some(Event::Started(_)) => continue,
                 Some(Event::Stdout(output)) => {
-                    self.stdout = output.offset + output.data.len() as u64;
+                    match after(self.stdout, output.offset, output.data.len()) {
+                        Some(next) => self.stdout = next,
+                        None => return Outcome::Broken(backwards()),
+                    }
                     (ExecEvent::Stdout(output.data), false)
                 }
                 Some(Event::Stderr(output)) => {
-                    self.stderr = output.offset + output.data.len() as u64;
+                    match after(self.stderr, output.offset, output.data.len()) {
+                        Some(next) => self.stderr = next,
+                        None => return Outcome::Broken(backwards()),
+                    }
                     (ExecEvent::Stderr(output.data), false)
                 }
                 Some(Event::Exit(exit)) => {
                     let (code, timed_out, duration_ms) = (exit.code, exit.timed_out, exit.duration_ms);
-                    (ExecEvent::Exit { code, timed_out, message: exit.message, duration_ms }, true)
+                    (ExecEvent::Exit { code, timed_out, message: plain(&exit.message), duration_ms }, true)
                 }
             };
             if self.send.send(Ok(event)).await.is_err() && !last {
@@ -320,11 +328,37 @@ impl Pump {
             _ = live.machine.ended() => return None,
         };
         let mut client = connected;
-        let answer = client.attach(attach(&self.session.id, self.stdout, self.stderr)).await;
+        let attach = attach(&self.session.id, self.stdout, self.stderr);
+        let answer = within(START_LIMIT, client.attach(attach)).await;
         answer.ok().map(tonic::Response::into_inner)
     }
 }
 
+/// Where a stream stands after a piece of it. None if the guest says what cannot be.
+fn after(now: u64, offset: u64, len: usize) -> Option<u64> {
+    if offset < now {
+        return None;
+    }
+    offset.checked_add(len as u64)
+}
+
+fn backwards() -> Status {
+    Status::data_loss("the guest's agent sent output out of order")
+}
+
 fn lost(status: &Status) -> Error {
     Error::internal("the sandbox ended while the command ran", anyhow::Error::new(status.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::after;
+
+    #[test]
+    fn offsets_go_forward_and_never_over() {
+        assert_eq!(after(0, 0, 5), Some(5));
+        assert_eq!(after(5, 9, 1), Some(10), "what fell out of the guest's ring is skipped");
+        assert_eq!(after(5, 4, 1), None);
+        assert_eq!(after(5, u64::MAX, 1), None);
+    }
 }

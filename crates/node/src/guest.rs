@@ -17,15 +17,32 @@ use tonic::{Code, Status, transport::Channel};
 const CONNECT_LIMIT: Duration = Duration::from_secs(20);
 /// Each call of the release gate and of the freeze order is bounded by this.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
+/// Any other call that is answered once: what a caller asked for may take the guest a while.
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// Characters of what a guest says that are passed on in an error.
+const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
 const FREEZE_LIMIT_MS: u32 = 5_000;
+/// Steps of the gate that a guest may tell of.
+const STEPS: usize = 16;
 /// Bytes of fresh entropy each new individual gets.
 const ENTROPY_BYTES: usize = 256;
+
+/// How long a guest may take.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    connect: Duration,
+    call: Duration,
+    answer: Duration,
+}
+
+const LIMITS: Limits = Limits { connect: CONNECT_LIMIT, call: CALL_LIMIT, answer: ANSWER_LIMIT };
 
 /// A connection to the agent of one machine; renewed when it breaks.
 pub struct GuestLink {
     socket: PathBuf,
     generation: u64,
+    limits: Limits,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
 }
 
@@ -35,8 +52,12 @@ impl GuestLink {
     /// # Errors
     /// If the guest does not answer in time or speaks no common version.
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
-        let client = tokio::sync::Mutex::new(open(socket, generation).await?);
-        Ok(Self { socket: socket.into(), generation, client })
+        Self::connect_within(LIMITS, socket, generation).await
+    }
+
+    async fn connect_within(limits: Limits, socket: &Path, generation: u64) -> Result<Self> {
+        let client = tokio::sync::Mutex::new(open(socket, generation, limits.connect).await?);
+        Ok(Self { socket: socket.into(), generation, limits, client })
     }
 
     /// A client to call with. Cheap; streams of several clients share the connection.
@@ -50,15 +71,23 @@ impl GuestLink {
     /// As [`GuestLink::connect`].
     pub async fn reconnect(&self) -> Result<GuestClient<Channel>> {
         let mut client = self.client.lock().await;
-        *client = open(&self.socket, self.generation).await?;
+        *client = open(&self.socket, self.generation, self.limits.connect).await?;
         Ok(client.clone())
     }
 
-    /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated.
+    /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated. Whatever
+    /// the guest does, it ends within a time: a deadline in the request alone would leave that to the guest.
     ///
     /// # Errors
     /// What the agent answered.
     pub async fn call<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        within(self.limits.answer, self.call_unbounded(call)).await
+    }
+
+    async fn call_unbounded<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
@@ -80,7 +109,8 @@ impl GuestLink {
     /// If the guest does not do it in time.
     pub async fn flush(&self) -> Result<()> {
         let call = self.call(|mut guest| async move { guest.flush(limited(FlushRequest {})).await });
-        call.await.map(drop).map_err(|status| failed("flush its disk", status))
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("flush its disk", status))
     }
 
     /// Makes all user processes stand still.
@@ -90,7 +120,8 @@ impl GuestLink {
     pub async fn freeze_user(&self) -> Result<()> {
         let request = FreezeUserRequest { timeout_ms: FREEZE_LIMIT_MS };
         let call = self.call(|mut guest| async move { guest.freeze_user(limited(request)).await });
-        call.await.map(drop).map_err(|status| failed("freeze its processes", status))
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("freeze its processes", status))
     }
 
     /// Lets them go on.
@@ -99,7 +130,8 @@ impl GuestLink {
     /// If the guest does not answer.
     pub async fn thaw_user(&self) -> Result<()> {
         let call = self.call(|mut guest| async move { guest.thaw_user(limited(ThawUserRequest {})).await });
-        call.await.map(drop).map_err(|status| failed("thaw its processes", status))
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("thaw its processes", status))
     }
 
     /// Makes the copy a new individual; returns the guest's own step times once it acknowledged.
@@ -118,13 +150,19 @@ impl GuestLink {
             reason: origin.as_str().into(),
         };
         // Not repeated over a new connection: the guest refuses a generation it already has.
-        let ack = self.client().await.individualize(limited(individual)).await;
+        let mut client = self.client().await;
+        let ack = within(self.limits.call, client.individualize(limited(individual))).await;
         let ack = ack.map_err(|status| failed("take on its new identity", status))?.into_inner();
         if ack.generation != self.generation {
             let what = format!("acknowledged generation {} instead of {}", ack.generation, self.generation);
             return Err(failed("take on its new identity", Status::internal(what)));
         }
-        Ok(ack.steps.into_iter().map(|s| (s.step, Duration::from_micros(s.micros))).collect())
+        Ok(ack
+            .steps
+            .into_iter()
+            .take(STEPS)
+            .map(|s| (plain(&s.step), Duration::from_micros(s.micros)))
+            .collect())
     }
 }
 
@@ -138,15 +176,40 @@ pub fn is_broken(status: &Status) -> bool {
 /// What the agent's answer to a request of the API's caller means to that caller.
 #[must_use]
 pub fn refusal(status: &Status) -> Error {
-    let said = status.message().to_owned();
+    let said = plain(status.message());
     match status.code() {
         Code::NotFound => Error::NotFound(said),
         Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
         Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
         Code::ResourceExhausted => Error::NoRoom(said),
         Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
-        _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(status.clone())),
+        _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(quoted(status))),
     }
+}
+
+/// A guest's words, fit for a terminal and a log: few, and without control characters.
+#[must_use]
+pub fn plain(said: &str) -> String {
+    let mut characters = said.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut text: String = characters.by_ref().take(SAID).collect();
+    if characters.next().is_some() {
+        text.push('…');
+    }
+    text
+}
+
+/// The same status in such words, and without what else came with it.
+fn quoted(status: &Status) -> Status {
+    Status::new(status.code(), plain(status.message()))
+}
+
+/// Gives up after `limit`.
+///
+/// # Errors
+/// Those of the call; [`Code::DeadlineExceeded`] if it does not end.
+pub async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let late = || Status::deadline_exceeded(format!("no answer within {} ms", limit.as_millis()));
+    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| Err(late()))
 }
 
 fn limited<T>(message: T) -> tonic::Request<T> {
@@ -156,15 +219,18 @@ fn limited<T>(message: T) -> tonic::Request<T> {
 }
 
 fn failed(what: &str, status: Status) -> Error {
-    let why = status.message().to_owned();
-    Error::internal(format!("the guest did not {what}: {why}"), anyhow::Error::new(status))
+    let why = plain(status.message());
+    Error::internal(format!("the guest did not {what}: {why}"), anyhow::Error::new(quoted(&status)))
 }
 
-async fn open(socket: &Path, generation: u64) -> Result<GuestClient<Channel>> {
+async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<GuestClient<Channel>> {
     let connecting = async {
         let stream = UnixStream::connect(socket).await?;
-        let (client, _) = keiki_protocol::client::connect(stream, generation, CONNECT_LIMIT).await?;
+        let (client, _) = keiki_protocol::client::connect(stream, generation, limit).await?;
         anyhow::Ok(client)
     };
     connecting.await.map_err(|cause| Error::internal("the guest's agent does not answer", cause))
 }
+
+#[cfg(test)]
+mod tests;

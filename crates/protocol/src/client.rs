@@ -26,6 +26,10 @@ const REPEAT: Duration = Duration::from_millis(25);
 const STREAM_WINDOW: u32 = 512 << 10;
 /// Output in flight altogether.
 const CONNECTION_WINDOW: u32 = 4 << 20;
+/// What may come before the echo of a hello: what a frozen machine had in flight, with room to spare.
+const MAX_RUBBISH: usize = 64 << 20;
+/// Headers of one answer.
+const MAX_HEADERS: u32 = 16 << 10;
 /// The largest single message accepted from a guest.
 pub const MAX_MESSAGE: usize = 16 << 20;
 
@@ -78,6 +82,7 @@ async fn connect_unbounded(
     let channel = Endpoint::from_static("http://guest")
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
+        .http2_max_header_list_size(MAX_HEADERS)
         .connect_with_connector(tower::service_fn(move |_| {
             let io = io.take().ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected));
             async move { io }
@@ -100,6 +105,7 @@ where
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // A hello cut short would spoil what follows it, so the next starts only where the last one ended.
     let mut left: &[u8] = &[];
+    let mut seen = 0;
     loop {
         tokio::select! {
             biased;
@@ -107,6 +113,10 @@ where
                 let got = got?;
                 if got == 0 {
                     return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                seen += got;
+                if seen > MAX_RUBBISH {
+                    return Err(io::Error::other("it sends bytes without end and no hello"));
                 }
                 for at in 0..got {
                     let Some(theirs) = scanner.push(buffer[at]) else { continue };
@@ -166,6 +176,59 @@ mod tests {
         drop(guest);
         let error = connect(node, 1, Duration::from_secs(5)).await.unwrap_err();
         assert!(matches!(error, ConnectError::Io(_)), "{error}");
+    }
+
+    /// Reads a hello, then says `answer` of it, again and again.
+    async fn insist(mut guest: UnixStream, answer: impl Fn(Hello) -> Vec<u8>) {
+        let mut wire = [0; HELLO_LEN];
+        guest.read_exact(&mut wire).await.unwrap();
+        let wire = answer(Hello::decode(&wire).unwrap());
+        if wire.is_empty() {
+            let _ = guest.read_to_end(&mut Vec::new()).await;
+            return;
+        }
+        while guest.write_all(&wire).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn hostile_agents_get_no_connection_and_a_bounded_time() {
+        type Answer = Box<dyn Fn(Hello) -> Vec<u8>>;
+        let damaged = |hello: Hello| {
+            let mut wire = hello.encode();
+            wire[63] ^= 1;
+            wire.to_vec()
+        };
+        let answers: [(&str, Answer); 5] = [
+            ("nothing", Box::new(|_| Vec::new())),
+            ("another nonce", Box::new(|hello| Hello { nonce: [1; 16], ..hello }.encode().to_vec())),
+            ("a bad checksum", Box::new(damaged)),
+            ("half a hello", Box::new(|hello| hello.encode()[..40].to_vec())),
+            ("rubbish", Box::new(|_| vec![0xff; 4096])),
+        ];
+        for (what, answer) in answers {
+            let (node, guest) = UnixStream::pair().unwrap();
+            let limit = Duration::from_millis(150);
+            let started = std::time::Instant::now();
+            let (met, ()) = tokio::join!(connect(node, 1, limit), insist(guest, answer));
+            let error = met.unwrap_err();
+            assert!(matches!(error, ConnectError::Timeout(_)), "{what}: {error}");
+            assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
+        }
+    }
+
+    #[tokio::test]
+    async fn bytes_without_end_are_given_up() {
+        let (node, guest) = UnixStream::pair().unwrap();
+        let (mut read, mut write) = node.into_split();
+        let shaking = async {
+            let met = shake(&mut read, &mut write, Hello::new(1, [2; 16])).await;
+            drop((read, write));
+            met
+        };
+        let (met, ()) = tokio::join!(shaking, insist(guest, |_| vec![0xff; 1 << 20]));
+        assert!(met.unwrap_err().to_string().contains("without end"));
     }
 
     #[tokio::test]

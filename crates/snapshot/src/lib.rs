@@ -22,4 +22,4 @@ pub use manifest::{
     DiskLayer, Format, KIND, LAYERS_DIR, MANIFEST_FILE, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE,
     State, VERSION,
 };
-pub use open::{SnapshotError, check_layer_name, open, write_manifest};
+pub use open::{MAX_STATE, SnapshotError, check_layer_name, open, write_manifest};

@@ -13,7 +13,7 @@ use std::{
 /// Larger manifests are refused unread.
 const MAX_MANIFEST: u64 = 64 * 1024;
 /// Larger device states are refused unread: QEMU's are some 20 KiB, a vCPU adds a few.
-const MAX_STATE: u64 = 16 * 1024 * 1024;
+pub const MAX_STATE: u64 = 16 * 1024 * 1024;
 /// Longer chains are refused; engines keep theirs far shorter.
 const MAX_LAYERS: usize = 64;
 /// 1 TiB: larger RAM or disks are refused.

@@ -1,8 +1,9 @@
 //! Processes that outlive us: spawned apart, watched and killed by descriptor, never by number alone.
 
+use crate::jail::Jail;
 use rustix::{
     fd::{AsFd, BorrowedFd, OwnedFd},
-    io::Errno,
+    io::{Errno, FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
     thread::{LinkNameSpaceType, move_into_link_name_space},
 };
@@ -20,22 +21,36 @@ pub struct Process {
     fd: OwnedFd,
 }
 
+/// What a process starts with.
+#[derive(Debug, Default)]
+pub struct Setup {
+    /// Network namespace it runs in.
+    pub netns: Option<OwnedFd>,
+    /// Descriptors it inherits, under the numbers they have here.
+    pub keep: Vec<OwnedFd>,
+    /// Jail it is put into last.
+    pub jail: Option<Jail>,
+}
+
 impl Process {
-    /// Starts `command` in a session of its own and, if given, inside a network namespace. Also its standard
-    /// error, if the command pipes it.
+    /// Starts `command` in a session of its own, with what `setup` says. Also its standard error, if the
+    /// command pipes it.
     ///
     /// # Errors
-    /// Those of forking, entering the namespace and executing.
-    pub fn spawn(command: &mut Command, netns: Option<OwnedFd>) -> io::Result<(Self, Option<ChildStderr>)> {
+    /// Those of forking, entering the namespace or the jail, and executing.
+    pub fn spawn(command: &mut Command, setup: Setup) -> io::Result<(Self, Option<ChildStderr>)> {
         let enter = move || {
             rustix::process::setsid()?;
-            if let Some(netns) = &netns {
+            for fd in &setup.keep {
+                fcntl_setfd(fd, FdFlags::empty())?;
+            }
+            if let Some(netns) = &setup.netns {
                 move_into_link_name_space(netns.as_fd(), Some(LinkNameSpaceType::Network))?;
             }
-            Ok(())
+            setup.jail.as_ref().map_or(Ok(()), Jail::enter)
         };
-        // SAFETY: between fork and exec the closure makes two system calls on a descriptor it owns; it
-        // neither allocates nor takes a lock.
+        // SAFETY: between fork and exec the closure makes system calls on descriptors and strings that were
+        // made before; it neither allocates nor takes a lock.
         unsafe { command.pre_exec(enter) };
         let mut child = command.spawn()?;
         match Self::open(child.id()) {
@@ -136,12 +151,12 @@ fn start_time(pid: u32) -> io::Result<Option<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use super::Process;
+    use super::{Process, Setup};
     use std::process::Command;
 
     #[test]
     fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
-        let (process, _) = Process::spawn(Command::new("sleep").arg("60"), None)?;
+        let (process, _) = Process::spawn(Command::new("sleep").arg("60"), Setup::default())?;
         assert_eq!(process.try_reap(), None);
         let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
         assert_eq!(again.start_time(), process.start_time());

@@ -18,6 +18,16 @@ const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
 /// read and write is one Ethernet frame without any header before it. Without [`persist`] a device made here
 /// goes with the descriptor.
 pub fn open(name: &str) -> io::Result<File> {
+    attach(name, libc::IFF_TAP | libc::IFF_NO_PI)
+}
+
+/// As [`open`], for a monitor: each frame has a header before it that tells of checksums and segments left to
+/// the other side.
+pub fn open_offloading(name: &str) -> io::Result<File> {
+    attach(name, libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR)
+}
+
+fn attach(name: &str, flags: libc::c_int) -> io::Result<File> {
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.bytes().any(|byte| byte == 0) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not an interface name"));
     }
@@ -27,8 +37,8 @@ pub fn open(name: &str) -> io::Result<File> {
     for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
         *to = from as libc::c_char;
     }
-    // The two flags are small positive constants.
-    request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
+    // The flags are small positive constants.
+    request.ifr_ifru.ifru_flags = flags as libc::c_short;
     // SAFETY: the descriptor is open, and TUNSETIFF reads and writes one `ifreq`, which outlives the call.
     let done = unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF as _, &raw mut request) };
     if done < 0 {

@@ -6,7 +6,7 @@
 
 use super::{
     Host,
-    args::{DISK, Sockets},
+    args::{DISK, mark},
     freeze::{abandon, node_name, promote},
     machine::{QemuMachine, assemble},
     process::Monitor,
@@ -49,16 +49,16 @@ pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Opt
 }
 
 /// Ends monitors that were started for these resources and never recorded: the daemon died in between. They
-/// are known by the socket in their command line.
+/// are known by the name in their command line.
 fn end_strays(resources: &Resources) -> Result<()> {
-    let socket = Sockets::of(resources).qmp;
+    let mark = mark(resources);
     let failed = || EngineError::at("end a monitor of", &resources.dir);
     for entry in std::fs::read_dir("/proc").map_err(failed())? {
         let Some(pid) = entry.ok().and_then(|entry| entry.file_name().to_str()?.parse().ok()) else {
             continue;
         };
         let Ok(line) = std::fs::read(format!("/proc/{pid}/cmdline")) else { continue };
-        if !String::from_utf8_lossy(&line).contains(&*socket.to_string_lossy()) {
+        if !String::from_utf8_lossy(&line).contains(&mark) {
             continue;
         }
         if let Some(process) = Process::open(pid).map_err(failed())? {
@@ -75,7 +75,8 @@ async fn attach(
     resources: &Resources,
     record: Record,
 ) -> Result<QemuMachine> {
-    let monitor = Monitor::attach(process, resources, None).await?;
+    let user = record.user.map(|id| host.users.claim(id));
+    let monitor = Monitor::attach(process, resources, None, user).await?;
     let machine = assemble(host, monitor, resources, record).await.map_err(|(_, error)| error)?;
     let qmp = &machine.0.monitor.qmp;
     let mut record = machine.0.record.lock().await;

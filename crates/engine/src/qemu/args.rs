@@ -13,15 +13,17 @@
 //! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 
-use crate::{BootSpec, Resources};
-use keiki_protocol::{
-    AGENT_PORT,
-    net::{GUEST_MAC, TAP},
+use super::{
+    disk::layer_path,
+    jail::{INITRD, KERNEL},
 };
+use crate::{BootSpec, Resources};
+use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_types::Shape;
 use serde_json::json;
 use std::{
     ffi::OsString,
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -55,14 +57,23 @@ impl Sockets {
 pub(super) struct Launch<'a> {
     pub(super) shape: Shape,
     pub(super) resources: &'a Resources,
-    /// Memory image.
-    pub(super) memory: &'a Path,
-    /// Empty top layer.
-    pub(super) top: &'a Path,
-    /// A first boot, and the raw disk under its top layer. Otherwise the monitor waits for a thaw.
-    pub(super) boot: Option<(&'a BootSpec, &'a Path)>,
+    /// The user it runs as, in a jail; none: as we do.
+    pub(super) user: Option<u32>,
+    /// Name of the empty top layer.
+    pub(super) top: &'a str,
+    /// A first boot, and the name of the raw layer under its top. Otherwise the monitor waits for a thaw.
+    pub(super) boot: Option<(&'a BootSpec, &'a str)>,
     /// Rate of the time stamp counter, where known.
     pub(super) tsc_khz: Option<u64>,
+}
+
+/// What a monitor inherits.
+pub(super) struct Inherited {
+    pub(super) qmp: OwnedFd,
+    pub(super) agent: OwnedFd,
+    pub(super) console: OwnedFd,
+    /// None: no network.
+    pub(super) tap: Option<OwnedFd>,
 }
 
 /// What the guest can see.
@@ -100,46 +111,48 @@ pub(super) fn machine_digest(shape: Shape) -> String {
 }
 
 /// Everything after the program's name.
-pub(super) fn command_line(launch: &Launch<'_>) -> Vec<OsString> {
+pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<OsString> {
+    let dir = super::jail::seen(launch.user, launch.resources);
     let mut args: Vec<OsString> = Vec::new();
     let mut add = |list: &[&str]| args.extend(list.iter().map(OsString::from));
     add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     let memory = json!({"qom-type": "memory-backend-file", "id": "ram", "share": false,
-        "size": u64::from(launch.shape.memory_mib) << 20, "mem-path": launch.memory});
+        "size": u64::from(launch.shape.memory_mib) << 20, "readonly": true, "rom": "off", "mem-path": dir.join(keiki_snapshot::MEMORY_FILE)});
     add(&["-object", &memory.to_string()]);
-    add(&[
-        "-object",
-        &json!({"qom-type": "rng-random", "id": "random", "filename": "/dev/urandom"}).to_string(),
-    ]);
-    let sockets = Sockets::of(launch.resources);
-    let listen = |id, path: &Path| {
-        format!("socket,id={id},path={},server=on,wait=off", path.display().to_string().replace(',', ",,"))
-    };
-    add(&["-chardev", &listen("agent", &sockets.agent), "-chardev", &listen("console", &sockets.console)]);
+    // Asks the kernel: there is no device file in a jail.
+    add(&["-object", "rng-builtin,id=random"]);
+    add(&["-name", &mark(launch.resources)]);
+    let listen = |id, fd: &OwnedFd| format!("socket,id={id},fd={},server=on,wait=off", fd.as_raw_fd());
     add(&[
         "-chardev",
-        &listen("qmp", &sockets.qmp),
+        &listen("agent", &inherited.agent),
+        "-chardev",
+        &listen("console", &inherited.console),
+    ]);
+    add(&[
+        "-chardev",
+        &listen("qmp", &inherited.qmp),
         "-mon",
         "chardev=qmp,mode=control",
         "-serial",
         "chardev:console",
     ]);
-    add(&["-netdev", &netdev(launch.resources)]);
+    add(&["-netdev", &netdev(inherited)]);
     if let Some((_, disk)) = launch.boot {
-        add(&["-blockdev", &super::disk::raw_node(BOTTOM_NODE, disk).to_string()]);
+        let disk = layer_path(&dir, disk);
+        add(&["-blockdev", &super::disk::raw_node(BOTTOM_NODE, &disk).to_string()]);
     }
     let backing = launch.boot.map(|_| BOTTOM_NODE);
-    add(&["-blockdev", &super::disk::top_node(TOP_NODE, launch.top, backing).to_string()]);
+    add(&["-blockdev", &super::disk::top_node(TOP_NODE, &layer_path(&dir, launch.top), backing).to_string()]);
     args.extend(machine_args(launch.shape).into_iter().map(OsString::from));
     match launch.boot {
         Some((spec, _)) => {
-            args.extend([
-                "-kernel".into(),
-                spec.kernel.clone().into(),
-                "-initrd".into(),
-                spec.initrd.clone().into(),
-            ]);
+            let (kernel, initrd) = match launch.user {
+                Some(_) => (Path::new("/").join(KERNEL), Path::new("/").join(INITRD)),
+                None => (spec.kernel.clone(), spec.initrd.clone()),
+            };
+            args.extend(["-kernel".into(), kernel.into(), "-initrd".into(), initrd.into()]);
             args.extend(["-append".into(), kernel_cmdline(spec, launch.tsc_khz).into()]);
         }
         None => args.extend(["-S", "-incoming", "defer"].map(OsString::from)),
@@ -147,9 +160,15 @@ pub(super) fn command_line(launch: &Launch<'_>) -> Vec<OsString> {
     args
 }
 
-fn netdev(resources: &Resources) -> String {
-    match resources.netns {
-        Some(_) => format!("tap,id=slot,ifname={TAP},script=no,downscript=no"),
+/// What a monitor is known by in the list of processes. Part of no guest.
+pub(super) fn mark(resources: &Resources) -> String {
+    let text = format!("{} {}", resources.dir.display(), Sockets::of(resources).qmp.display());
+    text.replace(',', ",,")
+}
+
+fn netdev(inherited: &Inherited) -> String {
+    match &inherited.tap {
+        Some(tap) => format!("tap,id=slot,fd={}", tap.as_raw_fd()),
         // The same device in the guest, its cable in nothing.
         None => "hubport,id=slot,hubid=0".into(),
     }

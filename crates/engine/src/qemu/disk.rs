@@ -5,7 +5,7 @@
 //! header can name other files of the host (a backing file, an external data file), so headers are checked
 //! before QEMU opens them.
 
-use super::Host;
+use super::{Host, jail};
 use crate::{EngineError, Result};
 use keiki_snapshot::{DiskLayer, Format, LAYERS_DIR};
 use serde_json::{Value, json};
@@ -49,10 +49,10 @@ pub(super) fn top_node(node: &str, path: &Path, backing: Option<&str>) -> Value 
 }
 
 /// Makes an empty top layer.
-pub(super) fn make_top(host: &Host, disk_mib: u32, path: &Path) -> Result<()> {
+pub(super) fn make_top(host: &Host, disk_mib: u32, path: &Path, user: Option<u32>) -> Result<()> {
     let empty = empty_layer(host, disk_mib)?;
     fs::copy(&empty, path).map_err(EngineError::at("make", path))?;
-    Ok(())
+    jail::give(path, user)
 }
 
 /// An empty layer for disks of this size, made once a store.
@@ -94,16 +94,19 @@ pub(super) fn check_layers(
                 return Err(format!("disk layer {} exceeds the disk", layer.name));
             }
             Format::Raw => {}
-            Format::Qcow2 => {
-                let mut header = [0; 104];
-                File::open(layer_path(dir, &layer.name))
-                    .and_then(|mut file| file.read_exact(&mut header))
-                    .map_err(|error| format!("disk layer {} cannot be read ({error})", layer.name))?;
-                check_header(&header, disk).map_err(|why| format!("disk layer {} {why}", layer.name))?;
-            }
+            Format::Qcow2 => check_overlay(dir, &layer.name, disk_mib)?,
         }
     }
     Ok(())
+}
+
+/// Checks the header of an overlay. Says what is wrong.
+pub(super) fn check_overlay(dir: &Path, name: &str, disk_mib: u32) -> std::result::Result<(), String> {
+    let mut header = [0; 104];
+    File::open(layer_path(dir, name))
+        .and_then(|mut file| file.read_exact(&mut header))
+        .map_err(|error| format!("disk layer {name} cannot be read ({error})"))?;
+    check_header(&header, u64::from(disk_mib) << 20).map_err(|why| format!("disk layer {name} {why}"))
 }
 
 /// The fields of a version 3 header that could reach outside the file or change its meaning.

@@ -12,21 +12,22 @@
 //! machine was parked by its user.
 
 use super::{
-    chain, disk,
+    chain, disk, jail,
     machine::Running,
     memory::Copier,
     process::{blocking, remove_file},
     record::{Layer, Record},
     thaw::QemuFrozen,
 };
-use crate::{EngineError, FreezeReport, Image, Result, Steps};
+use crate::{EngineError, FreezeReport, Image, Resources, Result, Steps};
 use keiki_snapshot::{
-    DiskLayer, Format, KIND, LAYERS_DIR, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
+    DiskLayer, Format, KIND, LAYERS_DIR, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
 };
 use serde_json::json;
 use std::{
     fs::{self, File},
-    path::Path,
+    io::Read,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -76,13 +77,16 @@ async fn try_freeze(
     let mut watch = Stopwatch::start();
     let made_by = machine.host.made(machine.shape).await?;
     let (copier, node) = prepare(machine, record, image).await?;
+    let saved = Saved::prepare(&machine.resources, record.user)?;
     watch.step("prepare");
     let (copied, pause) = stand_still(machine, record, image, copier, &node, &mut watch).await?;
     let (copier, private_bytes) = copied?;
     let (dir, from, layers) = (image.dir.clone(), machine.resources.dir.clone(), record.layers.clone());
+    let disk_mib = machine.shape.disk_mib;
     let (state, layers) = blocking(move || {
         copier.finish()?;
-        link_layers(&from, &dir, &layers)
+        let state = saved.keep(&dir)?;
+        Ok((state, link_layers(&from, &dir, &layers, disk_mib)?))
     })
     .await?;
     watch.step("write");
@@ -114,9 +118,9 @@ async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Resul
         machine.base(),
         disk::layer_path(&machine.resources.dir, &record.top),
     );
-    let (dir, disk_mib, new_top) = (image.dir.clone(), machine.shape.disk_mib, path.clone());
+    let (dir, disk_mib, user) = (image.dir.clone(), machine.shape.disk_mib, record.user);
     let copier = blocking(move || {
-        disk::make_top(&host, disk_mib, &new_top)?;
+        disk::make_top(&host, disk_mib, &path, user)?;
         // What the pause would have to flush otherwise.
         File::open(&top).and_then(|file| file.sync_data()).map_err(EngineError::at("flush", &top))?;
         Copier::prepare(pid, &base, &dir.join(MEMORY_FILE))
@@ -124,7 +128,8 @@ async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Resul
     .await?;
     // Block nodes live as long as the monitor; a layer's name is unlike any other's.
     let node = node_name(&next);
-    let add = disk::top_node(&node, &path, None);
+    let dir = jail::seen(user, &machine.resources);
+    let add = disk::top_node(&node, &disk::layer_path(&dir, &next), None);
     let add = with_null_backing(add);
     machine.monitor.qmp.run("blockdev-add", add).await?;
     Ok((copier, node))
@@ -161,7 +166,7 @@ async fn stand_still(
     let started = Instant::now();
     qmp.run("stop", json!({})).await?;
     watch.step("stop");
-    let state = image.dir.join(STATE_FILE);
+    let state = jail::seen(record.user, &machine.resources).join(jail::SAVED);
     let switch = async {
         qmp.run("xen-save-devices-state", json!({"filename": state})).await?;
         let arguments = json!({"node": record.top_node, "overlay": node});
@@ -212,19 +217,54 @@ fn full_or(error: EngineError, dir: &Path) -> EngineError {
 }
 
 /// Gives every lower layer its name in the frozen directory, and measures what the manifest tells.
-fn link_layers(from: &Path, dir: &Path, layers: &[Layer]) -> Result<(State, Vec<DiskLayer>)> {
+fn link_layers(from: &Path, dir: &Path, layers: &[Layer], disk_mib: u32) -> Result<Vec<DiskLayer>> {
     super::make_layers_dir(dir)?;
     let mut listed = Vec::new();
     for layer in layers {
         let (old, new) = (disk::layer_path(from, &layer.name), disk::layer_path(dir, &layer.name));
-        fs::hard_link(&old, &new).map_err(EngineError::at("link", &new))?;
+        jail::adopt_layer(&old, &new)?;
+        if layer.format == Format::Qcow2 {
+            disk::check_overlay(dir, &layer.name, disk_mib)
+                .map_err(|why| EngineError::Monitor(format!("left a bad disk: {why}")))?;
+        }
         let bytes = fs::metadata(&new).map_err(EngineError::at("look at", &new))?.len();
         listed.push(DiskLayer { name: layer.name.clone(), format: layer.format, bytes });
     }
-    let path = dir.join(STATE_FILE);
-    let state = fs::read(&path).map_err(EngineError::at("read", &path))?;
-    let blake3 = blake3::hash(&state).to_hex().to_string();
-    Ok((State { bytes: state.len() as u64, blake3 }, listed))
+    Ok(listed)
+}
+
+/// The file that the monitor writes its device state into. It is read from the descriptor we made it with: the
+/// monitor cannot put anything else into its place.
+struct Saved {
+    file: File,
+    path: PathBuf,
+}
+
+impl Saved {
+    fn prepare(resources: &Resources, user: Option<u32>) -> Result<Self> {
+        let path = resources.dir.join(jail::SAVED);
+        remove_file(&path)?;
+        let file = File::options().read(true).write(true).create_new(true).open(&path);
+        let file = file.map_err(EngineError::at("make", &path))?;
+        jail::give(&path, user)?;
+        Ok(Self { file, path })
+    }
+
+    /// Copies it to where base files are, and measures what the manifest tells.
+    fn keep(self, dir: &Path) -> Result<State> {
+        let (mut state, to) = (Vec::new(), dir.join(STATE_FILE));
+        (&self.file)
+            .take(MAX_STATE + 1)
+            .read_to_end(&mut state)
+            .map_err(EngineError::at("read", &self.path))?;
+        if state.is_empty() || state.len() as u64 > MAX_STATE {
+            return Err(EngineError::Monitor(format!("saved {} bytes of device state", state.len())));
+        }
+        fs::write(&to, &state).map_err(EngineError::at("write", &to))?;
+        jail::show(&to)?;
+        remove_file(&self.path)?;
+        Ok(State { bytes: state.len() as u64, blake3: blake3::hash(&state).to_hex().to_string() })
+    }
 }
 
 /// Removes what a freeze puts into an image's directory.

@@ -1,7 +1,7 @@
 //! A machine that runs.
 
 use super::{
-    Host, args, console, disk, freeze, make_layers_dir, make_memory, memory,
+    Host, args, console, disk, freeze, jail, make_layers_dir, make_memory, memory,
     process::{Monitor, Task, blocking},
     record::{self, Layer, Record},
 };
@@ -61,10 +61,12 @@ pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, resources: Resources
 }
 
 async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> Result<QemuMachine> {
+    let user = jail::settle(host, resources)?;
+    let id = user.as_ref().map(jail::User::id);
     let (bottom, top) = (disk::new_name(Format::Raw), disk::new_name(Format::Qcow2));
     let bottom_path = disk::layer_path(&resources.dir, &bottom);
     let top_path = disk::layer_path(&resources.dir, &top);
-    let job = (Arc::clone(host), spec.clone(), resources.dir.clone(), bottom_path.clone(), top_path.clone());
+    let job = (Arc::clone(host), spec.clone(), resources.dir.clone(), bottom_path, top_path);
     blocking(move || {
         let (host, spec, dir, bottom, top) = job;
         make_layers_dir(&dir)?;
@@ -72,18 +74,21 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         if fs::hard_link(&spec.disk, &bottom).is_err() {
             fs::copy(&spec.disk, &bottom).map_err(EngineError::at("make", &bottom))?;
         }
-        disk::make_top(&host, spec.shape.disk_mib, &top)
+        if id.is_some() {
+            jail::show(&bottom)?;
+        }
+        disk::make_top(&host, spec.shape.disk_mib, &top, id)
     })
     .await?;
     let launch = args::Launch {
         shape: spec.shape,
         resources,
-        memory: &resources.dir.join(MEMORY_FILE),
-        top: &top_path,
-        boot: Some((spec, &bottom_path)),
+        user: id,
+        top: &top,
+        boot: Some((spec, &bottom)),
         tsc_khz: host.tsc_khz().await,
     };
-    let monitor = Monitor::start(&host.config.binary, &launch).await?;
+    let monitor = Monitor::start(host, &launch, user).await?;
     let record = Record {
         version: record::VERSION,
         pid: monitor.process.pid(),
@@ -95,6 +100,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         next_top: None,
         paused: false,
         waiting: false,
+        user: id,
     };
     match assemble(host, monitor, resources, record).await {
         Ok(machine) => Ok(machine),

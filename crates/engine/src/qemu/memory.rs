@@ -28,9 +28,9 @@ const READERS: usize = 2;
 
 /// A part of the guest's RAM in its monitor: addresses, and where in the memory image they begin.
 #[derive(Debug, Clone)]
-struct Mapping {
-    addresses: Range<u64>,
-    offset: u64,
+pub(super) struct Mapping {
+    pub(super) addresses: Range<u64>,
+    pub(super) offset: u64,
 }
 
 /// Pages at `address` of the monitor that belong at `offset` of the image.
@@ -205,7 +205,7 @@ fn spans(bytes: &[u8]) -> Vec<(bool, Range<usize>)> {
 }
 
 /// Where a monitor has mapped its memory image: by device and inode, for the path may be gone.
-fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
+pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     let path = PathBuf::from(format!("/proc/{pid}/maps"));
     let text = fs::read_to_string(&path).map_err(EngineError::at("read", &path))?;
     let meta = image.metadata().map_err(unreadable)?;

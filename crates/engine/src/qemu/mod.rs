@@ -11,6 +11,7 @@
 //! - `args`: the command line, and the digest of what the guest sees of it
 //! - `process`, `qmp`, `console`: a monitor, its control socket, its console
 //! - `disk`: layers and block nodes
+//! - `jail`: what a monitor may touch
 //! - `machine`: a machine that runs
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
@@ -25,13 +26,18 @@ mod args;
 mod chain;
 mod console;
 mod disk;
+#[cfg(test)]
+mod equal;
 mod freeze;
+mod jail;
 mod machine;
 mod memory;
 mod process;
 mod qmp;
 mod record;
 mod thaw;
+
+pub use jail::{FIRST_USER, USERS};
 
 use crate::{BootSpec, Capabilities, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat};
 use async_trait::async_trait;
@@ -53,13 +59,17 @@ pub struct QemuConfig {
     pub qemu_img: PathBuf,
     /// A directory of the engine's own, on the filesystem of all machines and snapshots.
     pub store: PathBuf,
+    /// First of the [`USERS`] user and group numbers that monitors run as, each as another one, jailed. None:
+    /// monitors run as this process does.
+    pub first_user: Option<u32>,
 }
 
 impl QemuConfig {
-    /// The programs found by `PATH`.
+    /// The programs found by `PATH`; jailed where this process is root.
     #[must_use]
     pub fn new(store: PathBuf) -> Self {
-        Self { binary: "qemu-system-x86_64".into(), qemu_img: "qemu-img".into(), store }
+        let first_user = rustix::process::geteuid().is_root().then_some(FIRST_USER);
+        Self { binary: "qemu-system-x86_64".into(), qemu_img: "qemu-img".into(), store, first_user }
     }
 }
 
@@ -71,6 +81,7 @@ pub struct Qemu {
 /// What all machines of the engine share.
 struct Host {
     config: QemuConfig,
+    users: jail::Users,
     version: tokio::sync::OnceCell<String>,
     tsc_khz: tokio::sync::OnceCell<Option<u64>>,
 }
@@ -79,8 +90,8 @@ impl Qemu {
     /// Does nothing yet: see [`Engine::probe`].
     #[must_use]
     pub fn new(config: QemuConfig) -> Self {
-        let (version, tsc_khz) = Default::default();
-        Self { host: Arc::new(Host { config, version, tsc_khz }) }
+        let (users, version, tsc_khz) = Default::default();
+        Self { host: Arc::new(Host { config, users, version, tsc_khz }) }
     }
 }
 
@@ -126,7 +137,8 @@ fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
     let path = dir.join(MEMORY_FILE);
     let file =
         File::options().write(true).create_new(true).open(&path).map_err(EngineError::at("make", &path))?;
-    file.set_len(u64::from(shape.memory_mib) << 20).map_err(EngineError::at("size", &path))
+    file.set_len(u64::from(shape.memory_mib) << 20).map_err(EngineError::at("size", &path))?;
+    jail::show(&path)
 }
 
 #[async_trait]
@@ -138,9 +150,15 @@ impl Engine for Qemu {
     async fn probe(&self) -> Capabilities {
         let host = Arc::clone(&self.host);
         let version = host.version().await.map(str::to_owned);
-        let store = blocking(move || probe_store(&host.config)).await;
+        let store = blocking(move || {
+            probe_store(&host.config)?;
+            jail::probe(&host)
+        })
+        .await;
         let (usable, version, note) = match (version, store) {
-            (Ok(version), Ok(())) => (true, version, "software emulation, works everywhere".into()),
+            (Ok(version), Ok(jail)) => {
+                (true, version, format!("software emulation, works everywhere; {jail}"))
+            }
             (Ok(version), Err(error)) => (false, version, sentence(&error)),
             (Err(error), _) => (false, String::new(), sentence(&error)),
         };
@@ -153,7 +171,14 @@ impl Engine for Qemu {
 
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
         let dir = dir.to_owned();
-        blocking(move || make_memory(&dir, shape).map(|()| Image { dir, shape })).await
+        let jailed = self.host.config.first_user.is_some();
+        blocking(move || {
+            if jailed {
+                jail::hide(&dir)?;
+            }
+            make_memory(&dir, shape).map(|()| Image { dir, shape })
+        })
+        .await
     }
 
     async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>> {

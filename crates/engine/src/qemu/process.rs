@@ -5,13 +5,21 @@
 //! no disk, and when the daemon is gone its complaints go nowhere.
 
 use super::{
-    args::{Launch, Sockets, command_line},
+    Host,
+    args::{Inherited, Launch, Sockets, command_line},
+    jail::{self, User},
     qmp::Qmp,
 };
 use crate::{EngineError, Resources, Result};
-use keiki_sys::process::Process;
+use keiki_protocol::net::TAP;
+use keiki_sys::{
+    netns,
+    process::{Process, Setup},
+    tap,
+};
 use std::{
     fs::File,
+    os::{fd::OwnedFd, unix::net::UnixListener},
     path::Path,
     process::{ChildStderr, Command, Stdio},
     sync::{Arc, Mutex, PoisonError},
@@ -44,6 +52,8 @@ impl Drop for Task {
 pub(super) struct Monitor {
     pub(super) process: Arc<Process>,
     pub(super) qmp: Qmp,
+    /// The user it runs as, if jailed. Held, so that no other gets it.
+    _user: Option<User>,
     stderr: Arc<Mutex<Vec<u8>>>,
     /// How the process ended.
     ended: watch::Receiver<Option<String>>,
@@ -52,23 +62,31 @@ pub(super) struct Monitor {
 
 impl Monitor {
     /// Starts a monitor and waits for its control socket.
-    pub(super) async fn start(binary: &Path, launch: &Launch<'_>) -> Result<Self> {
-        let sockets = Sockets::of(launch.resources);
-        for socket in sockets.all() {
-            remove_file(socket)?;
-        }
+    pub(super) async fn start(host: &Arc<Host>, launch: &Launch<'_>, user: Option<User>) -> Result<Self> {
+        let binary = &host.config.binary;
         let mut command = Command::new(binary);
-        command.args(command_line(launch)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let inherited = inherit(launch.resources)?;
+        command.args(command_line(launch, &inherited));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let netns = match &launch.resources.netns {
             Some(path) => Some(File::open(path).map_err(EngineError::at("open", path))?.into()),
             None => None,
         };
+        let jail = match &user {
+            Some(user) => Some(jail::build(host, user.id(), launch)?),
+            None => None,
+        };
+        let Inherited { qmp, agent, console, tap } = inherited;
+        let keep = [qmp, agent, console].into_iter().chain(tap).collect();
+        let setup = Setup { netns, keep, jail };
         let path = binary.to_owned();
-        let (process, stderr) =
-            blocking(move || Process::spawn(&mut command, netns).map_err(EngineError::at("start", &path)))
-                .await?;
+        // Our ends of what it inherits are closed with the command.
+        let (process, stderr) = blocking(move || {
+            Process::spawn(&mut { command }, setup).map_err(EngineError::at("start", &path))
+        })
+        .await?;
         let process = Arc::new(process);
-        match Self::attach(Arc::clone(&process), launch.resources, stderr).await {
+        match Self::attach(Arc::clone(&process), launch.resources, stderr, user).await {
             Ok(monitor) => Ok(monitor),
             Err(error) => {
                 process.kill().map_err(EngineError::at("kill", binary))?;
@@ -82,6 +100,7 @@ impl Monitor {
         process: Arc<Process>,
         resources: &Resources,
         pipe: Option<ChildStderr>,
+        user: Option<User>,
     ) -> Result<Self> {
         let stderr = Arc::new(Mutex::new(Vec::new()));
         let mut tasks = Vec::new();
@@ -103,7 +122,7 @@ impl Monitor {
             Some(complaint) => EngineError::Monitor(format!("did not start: {complaint}")),
             None => error,
         })?;
-        Ok(Self { process, qmp, stderr, ended, _tasks: tasks })
+        Ok(Self { process, qmp, _user: user, stderr, ended, _tasks: tasks })
     }
 
     /// How it ended, if it has.
@@ -130,6 +149,28 @@ impl Monitor {
         timeout(KILL, self.wait()).await.map_err(|_| EngineError::Monitor("does not die".into()))?;
         Ok(())
     }
+}
+
+/// Opens what a monitor inherits: its sockets, listening, and its tap.
+fn inherit(resources: &Resources) -> Result<Inherited> {
+    let sockets = Sockets::of(resources);
+    let listen = |path: &Path| -> Result<OwnedFd> {
+        remove_file(path)?;
+        UnixListener::bind(path).map(OwnedFd::from).map_err(EngineError::at("listen at", path))
+    };
+    let tap = match &resources.netns {
+        Some(netns) => {
+            let tap = netns::inside(netns, || tap::open_offloading(TAP));
+            Some(tap.map_err(EngineError::at("open the tap in", netns))?.into())
+        }
+        None => None,
+    };
+    Ok(Inherited {
+        qmp: listen(&sockets.qmp)?,
+        agent: listen(&sockets.agent)?,
+        console: listen(&sockets.console)?,
+        tap,
+    })
 }
 
 fn kill(process: &Process) -> Result<()> {

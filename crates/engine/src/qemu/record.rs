@@ -36,6 +36,9 @@ pub(super) struct Record {
     pub(super) paused: bool,
     /// A seat: nothing was thawed into it yet.
     pub(super) waiting: bool,
+    /// The user its monitor runs as; none: it is not jailed.
+    #[serde(default)]
+    pub(super) user: Option<u32>,
 }
 
 impl Record {
@@ -67,7 +70,9 @@ pub(super) fn clear(resources: &Resources) -> Result<()> {
     let [log, older] = super::console::files(resources);
     let memory = resources.dir.join(keiki_snapshot::MEMORY_FILE);
     let sockets = super::args::Sockets::of(resources);
-    let files: [&Path; 4] = [&record.with_extension("json.new"), &log, &older, &memory];
+    let [state, saved] =
+        [keiki_snapshot::STATE_FILE, super::jail::SAVED].map(|name| resources.dir.join(name));
+    let files: [&Path; 6] = [&record.with_extension("json.new"), &log, &older, &memory, &state, &saved];
     for file in files.into_iter().chain(sockets.all()) {
         super::process::remove_file(file)?;
     }

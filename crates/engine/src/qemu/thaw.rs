@@ -8,9 +8,10 @@
 use super::{
     Host, args, chain, disk,
     freeze::Stopwatch,
+    jail,
     machine::{QemuMachine, assemble},
     make_layers_dir,
-    process::{Monitor, blocking},
+    process::{Monitor, blocking, remove_file},
     record::{self, Layer, Record},
 };
 use crate::{EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps};
@@ -30,11 +31,11 @@ const LOAD: Duration = Duration::from_secs(30);
 
 /// A monitor that waits.
 pub(super) struct QemuSeat {
-    resources: Resources,
+    pub(super) resources: Resources,
     image: Image,
-    record: Record,
+    pub(super) record: Record,
     /// None once it was taken: nothing is left to end.
-    monitor: Option<Monitor>,
+    pub(super) monitor: Option<Monitor>,
 }
 
 impl QemuSeat {
@@ -49,26 +50,22 @@ impl QemuSeat {
     }
 
     async fn try_start(host: &Arc<Host>, image: &Image, resources: &Resources) -> Result<Self> {
+        let user = jail::settle(host, resources)?;
+        let id = user.as_ref().map(jail::User::id);
         let top = disk::new_name(Format::Qcow2);
         let path = disk::layer_path(&resources.dir, &top);
         let memory = resources.dir.join(MEMORY_FILE);
-        let job = (Arc::clone(host), image.clone(), resources.dir.clone(), path.clone(), memory.clone());
+        let job = (Arc::clone(host), image.clone(), resources.dir.clone(), path, memory);
         blocking(move || {
             let (host, image, dir, path, memory) = job;
             make_layers_dir(&dir)?;
             fs::hard_link(image.dir.join(MEMORY_FILE), &memory).map_err(EngineError::at("link", &memory))?;
-            disk::make_top(&host, image.shape.disk_mib, &path)
+            disk::make_top(&host, image.shape.disk_mib, &path, id)
         })
         .await?;
-        let launch = args::Launch {
-            shape: image.shape,
-            resources,
-            memory: &memory,
-            top: &path,
-            boot: None,
-            tsc_khz: None,
-        };
-        let monitor = Monitor::start(&host.config.binary, &launch).await?;
+        let launch =
+            args::Launch { shape: image.shape, resources, user: id, top: &top, boot: None, tsc_khz: None };
+        let monitor = Monitor::start(host, &launch, user).await?;
         let record = Record {
             version: record::VERSION,
             pid: monitor.process.pid(),
@@ -80,6 +77,7 @@ impl QemuSeat {
             next_top: None,
             paused: false,
             waiting: true,
+            user: id,
         };
         record.save(resources)?;
         Ok(Self { resources: resources.clone(), image: image.clone(), record, monitor: Some(monitor) })
@@ -139,7 +137,13 @@ impl QemuFrozen {
         Self { host: Arc::clone(host), image, manifest }
     }
 
-    async fn fill(&self, seat: &mut QemuSeat, monitor: &Monitor, watch: &mut Stopwatch) -> Result<()> {
+    /// Everything but letting it run.
+    pub(super) async fn fill(
+        &self,
+        seat: &mut QemuSeat,
+        monitor: &Monitor,
+        watch: &mut Stopwatch,
+    ) -> Result<()> {
         let (from, to, layers) =
             (self.image.dir.clone(), seat.resources.dir.clone(), self.manifest.layers.clone());
         blocking(move || {
@@ -148,16 +152,19 @@ impl QemuFrozen {
                 fs::hard_link(disk::layer_path(&from, &layer.name), &new)
                     .map_err(EngineError::at("link", &new))?;
             }
-            Ok(())
+            let state = to.join(STATE_FILE);
+            fs::hard_link(from.join(STATE_FILE), &state).map_err(EngineError::at("link", &state))
         })
         .await?;
         watch.step("link");
         self.attach_chain(seat, monitor).await?;
         watch.step("disk");
-        let channel = json!({"transport": "file", "filename": self.image.dir.join(STATE_FILE), "offset": 0});
+        let state = jail::seen(seat.record.user, &seat.resources).join(STATE_FILE);
+        let channel = json!({"transport": "file", "filename": state, "offset": 0});
         let channels = json!({"channels": [{"channel-type": "main", "addr": channel}]});
         monitor.qmp.run("migrate-incoming", channels).await?;
         loaded(monitor).await?;
+        remove_file(&seat.resources.dir.join(STATE_FILE))?;
         watch.step("load");
         let (waiting, layers) = (
             false,
@@ -173,10 +180,11 @@ impl QemuFrozen {
 
     /// Opens the lower layers, bottom first, and puts the top over them.
     async fn attach_chain(&self, seat: &QemuSeat, monitor: &Monitor) -> Result<()> {
+        let dir = jail::seen(seat.record.user, &seat.resources);
         let mut below = String::new();
         for (index, layer) in self.manifest.layers.iter().enumerate() {
             let node = format!("layer{index}");
-            let path = disk::layer_path(&seat.resources.dir, &layer.name);
+            let path = disk::layer_path(&dir, &layer.name);
             let add = match layer.format {
                 Format::Raw => disk::raw_node(&node, &path),
                 Format::Qcow2 => disk::overlay_node(&node, &path, &below),
@@ -184,7 +192,7 @@ impl QemuFrozen {
             monitor.qmp.run("blockdev-add", add).await?;
             below = node;
         }
-        let top = disk::layer_path(&seat.resources.dir, &seat.record.top);
+        let top = disk::layer_path(&dir, &seat.record.top);
         let top = disk::top_node(args::TOP_NODE, &top, Some(&below));
         monitor.qmp.run("blockdev-reopen", json!({"options": [top]})).await?;
         Ok(())

@@ -1,0 +1,115 @@
+//! Two thaws of one frozen machine are equal, byte for byte, until they run.
+
+#[path = "../../tests/guest/mod.rs"]
+mod guest;
+
+use super::{
+    disk,
+    freeze::Stopwatch,
+    memory::locate,
+    thaw::{QemuFrozen, QemuSeat},
+};
+use crate::{Engine, Frozen};
+use anyhow::{Context, Result, ensure};
+use guest::{SHAPE, lab};
+use keiki_snapshot::{Format, MEMORY_FILE};
+use keiki_sys::pages::read_memory;
+use serde_json::{Value, json};
+use std::{fs::File, path::Path, process::Command};
+
+/// Digest of the guest's RAM as its monitor has it.
+fn ram(seat: &QemuSeat, pid: u32) -> Result<String> {
+    let mut mappings = locate(pid, &File::open(seat.resources.dir.join(MEMORY_FILE))?)?;
+    mappings.sort_by_key(|mapping| mapping.offset);
+    let (mut hasher, mut buffer) = (blake3::Hasher::new(), vec![0; 1 << 20]);
+    for mapping in mappings {
+        for address in mapping.addresses.step_by(buffer.len()) {
+            read_memory(pid, address, &mut buffer)?;
+            hasher.update(&buffer);
+        }
+    }
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
+/// The disk of a seat as a block node for `qemu-img`.
+fn chain(seat: &QemuSeat) -> Value {
+    let dir = &seat.resources.dir;
+    let mut below = Value::Null;
+    let top = (seat.record.top.clone(), Format::Qcow2);
+    let layers = seat.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
+    for (name, format) in layers.chain([top]) {
+        let file = json!({"driver": "file", "filename": disk::layer_path(dir, &name), "locking": "off"});
+        below = match format {
+            Format::Raw => json!({"driver": "raw", "file": file}),
+            Format::Qcow2 => json!({"driver": "qcow2", "file": file, "backing": below}),
+        };
+    }
+    below
+}
+
+fn same_disk(one: &str, two: &str) -> Result<()> {
+    let output = Command::new("qemu-img").args(["compare", "-U", one, two]).output()?;
+    ensure!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let mut parent = lab.boot().await?;
+    parent.sh("dd if=/dev/urandom of=/tmp/ram bs=1M count=32 2>/dev/null").await?;
+    parent.sh("dd if=/tmp/ram of=/dev/vda bs=1M seek=3 count=8 conv=fsync 2>/dev/null").await?;
+    // A second generation, so that there are private pages over a base, and more than one overlay.
+    let (first, _) = lab.freeze(parent.machine.as_ref()).await?;
+    parent.machine.stop().await?;
+    let mut child = lab.thaw(first.as_ref()).await?;
+    child.sh("dd if=/dev/urandom of=/tmp/more bs=1M count=8 2>/dev/null").await?;
+    child.sh("dd if=/tmp/more of=/dev/vda bs=1M seek=7 count=8 conv=fsync 2>/dev/null").await?;
+    let (frozen, _) = lab.freeze(child.machine.as_ref()).await?;
+    let disk = child.sh("dd if=/dev/vda bs=1M count=16 2>/dev/null | sha256sum").await?;
+    let manifest = frozen.persist().await?;
+    let frozen = QemuFrozen::new(&lab.engine.host, &frozen.image().dir, manifest);
+
+    let mut seen = Vec::new();
+    for _ in 0..2 {
+        let seat = lab.engine.seat(frozen.image(), lab.resources()?).await?;
+        let mut seat =
+            *seat.into_any().downcast::<QemuSeat>().map_err(|_| anyhow::anyhow!("another's seat"))?;
+        let monitor = seat.monitor.take().context("no monitor")?;
+        frozen.fill(&mut seat, &monitor, &mut Stopwatch::start()).await?;
+        let ram = ram(&seat, monitor.process.pid())?;
+        seen.push((ram, format!("json:{}", chain(&seat)), seat, monitor));
+    }
+    let image = lab_digest(&frozen.image().dir.join(MEMORY_FILE))?;
+    for (ram, ..) in &seen {
+        assert_eq!(*ram, image, "a thaw's memory is not the image's");
+    }
+    let [(_, one, ..), (_, two, ..)] = seen.as_slice() else { anyhow::bail!("two were made") };
+    same_disk(one, two)?;
+    // Equal, and of the instant: the first 16 MiB are what the guest had, by its own reading.
+    let raw = lab.dir.path().join("disk.out");
+    let made = Command::new("qemu-img").args(["convert", "-U", "-O", "raw", one]).arg(&raw).status()?;
+    ensure!(made.success());
+    let sum = Command::new("sh")
+        .arg("-c")
+        .arg(format!("head -c 16777216 {} | sha256sum", raw.display()))
+        .output()?;
+    assert_eq!(String::from_utf8_lossy(&sum.stdout).trim(), disk.trim());
+    for (_, _, _, monitor) in seen {
+        monitor.kill().await?;
+    }
+    child.machine.stop().await?;
+    assert_eq!(SHAPE, frozen.image().shape);
+    Ok(())
+}
+
+fn lab_digest(path: &Path) -> Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    std::io::copy(&mut File::open(path)?, &mut hasher)?;
+    Ok(hasher.finalize().to_hex().to_string())
+}

@@ -1,0 +1,158 @@
+//! The node against agents that a hostile guest could run.
+
+use super::{GuestLink, Limits, plain, refusal};
+use axum::body::Body;
+use bytes::Bytes;
+use futures::{StreamExt, stream::BoxStream};
+use http_body_util::StreamBody;
+use hyper::{
+    body::Frame,
+    header::{HeaderName, HeaderValue},
+};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use keiki_protocol::{
+    guest::InfoRequest,
+    handshake::{HELLO_LEN, Hello},
+};
+use std::{
+    convert::Infallible,
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{UnixListener, UnixStream},
+};
+use tonic::{Code, Status};
+
+const LIMIT: Duration = Duration::from_millis(300);
+const LIMITS: Limits = Limits { connect: LIMIT, call: LIMIT, answer: LIMIT };
+
+/// What the agent does with every call.
+#[derive(Debug, Clone, Copy)]
+enum Agent {
+    /// Speaks HTTP/2 and answers nothing.
+    Stalls,
+    /// Begins an answer and never ends it.
+    HeadersOnly,
+    /// Announces 4 GiB, and sends on and on.
+    Huge,
+    /// Says it is generation 6.
+    WrongGeneration,
+    /// Refuses with much to say.
+    Talks,
+}
+
+type Piece = Result<Frame<Bytes>, Infallible>;
+
+fn answer(agent: Agent) -> hyper::Response<Body> {
+    let head = hyper::Response::builder().header("content-type", "application/grpc");
+    let piece = |bytes: &'static [u8]| Piece::Ok(Frame::data(Bytes::from_static(bytes)));
+    let body = |pieces: BoxStream<'static, Piece>| Body::new(StreamBody::new(pieces));
+    let (head, body) = match agent {
+        Agent::Stalls | Agent::HeadersOnly => (head, body(futures::stream::pending().boxed())),
+        Agent::Huge => {
+            let more = futures::stream::repeat_with(|| Ok(Frame::data(Bytes::from(vec![0; 64 << 10]))));
+            (head, body(futures::stream::iter([piece(b"\0\xff\xff\xff\xff")]).chain(more).boxed()))
+        }
+        Agent::WrongGeneration => {
+            let end = [(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))];
+            // Field 1 is 6.
+            let pieces = [piece(b"\0\0\0\0\x02\x08\x06"), Ok(Frame::trailers(end.into_iter().collect()))];
+            (head, body(futures::stream::iter(pieces).boxed()))
+        }
+        Agent::Talks => {
+            let words = format!("%1B[2J{}", "no ".repeat(2000));
+            (head.header("grpc-status", "3").header("grpc-message", words), Body::empty())
+        }
+    };
+    head.body(body).unwrap()
+}
+
+/// Shakes hands as it should, then is what it is.
+async fn serve(mut stream: UnixStream, agent: Agent) {
+    let mut wire = [0; HELLO_LEN];
+    stream.read_exact(&mut wire).await.unwrap();
+    let hello = Hello::decode(&wire).unwrap();
+    stream.write_all(&Hello::new(4, hello.nonce).encode()).await.unwrap();
+    // What the node repeated meanwhile is skipped, as the real agent does.
+    let mut ahead = vec![0; 3];
+    stream.read_exact(&mut ahead).await.unwrap();
+    while ahead == wire[..3] {
+        stream.read_exact(&mut wire[3..]).await.unwrap();
+        stream.read_exact(&mut ahead).await.unwrap();
+    }
+    let (read, write) = stream.into_split();
+    let io = TokioIo::new(tokio::io::join(std::io::Cursor::new(ahead).chain(read), write));
+    let service = hyper::service::service_fn(move |_| async move {
+        if matches!(agent, Agent::Stalls) {
+            futures::future::pending::<()>().await;
+        }
+        Ok::<_, Infallible>(answer(agent))
+    });
+    let _ =
+        hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(io, service).await;
+}
+
+async fn link(dir: &tempfile::TempDir, agent: Agent) -> GuestLink {
+    let socket = dir.path().join("agent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::spawn(serve(stream, agent));
+        }
+    });
+    GuestLink::connect_within(Limits { connect: Duration::from_secs(10), ..LIMITS }, &socket, 5)
+        .await
+        .unwrap()
+}
+
+#[tokio::test]
+async fn every_call_ends_and_says_one_thing() {
+    for (agent, clue) in [
+        (Agent::Stalls, "no answer within 300 ms"),
+        (Agent::HeadersOnly, "no answer within 300 ms"),
+        (Agent::Huge, "message length too large"),
+        (Agent::Talks, "no no no"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let link = link(&dir, agent).await;
+        let started = Instant::now();
+        let gate = link.individualize(keiki_types::Origin::Fork, "h").await.unwrap_err();
+        let flush = link.flush().await.unwrap_err();
+        let user = link.freeze_user().await.unwrap_err();
+        let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await.unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(5), "{agent:?}: {:?}", started.elapsed());
+        for (said, what) in [(&gate, "identity"), (&flush, "disk"), (&user, "processes")] {
+            let said = said.to_string();
+            assert!(said.contains(what) && said.contains(clue), "{agent:?}: {said}");
+            assert!(said.len() < 500 && !said.contains(char::is_control), "{agent:?}: {said:?}");
+        }
+        assert!(info.message().contains(clue), "{agent:?}: {info}");
+    }
+}
+
+#[tokio::test]
+async fn another_generation_is_no_acknowledgement() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = link(&dir, Agent::WrongGeneration).await;
+    let error = link.individualize(keiki_types::Origin::Fork, "h").await.unwrap_err();
+    assert!(error.to_string().contains("acknowledged generation 6 instead of 5"), "{error}");
+}
+
+#[tokio::test]
+async fn an_agent_that_says_nothing_is_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("agent.sock");
+    let _listener = UnixListener::bind(&socket).unwrap();
+    let error = GuestLink::connect_within(LIMITS, &socket, 5).await.err().unwrap();
+    assert_eq!(error.to_string(), "the guest's agent does not answer");
+}
+
+#[test]
+fn a_guests_words_are_few_and_plain() {
+    assert_eq!(plain("a\x1b[31mb\nc"), "a [31mb c");
+    assert_eq!(plain(&"é".repeat(1000)).chars().count(), 301);
+    let status = Status::new(Code::InvalidArgument, format!("\x07{}", "x".repeat(10_000)));
+    let said = refusal(&status).to_string();
+    assert!(said.len() < 320 && !said.contains('\x07'), "{said}");
+}
