@@ -168,12 +168,11 @@ fn late_mounts() {
     }
 }
 
-/// What commands inherit, and the agent's own protection.
+/// What commands inherit. The kernel never chooses the first process when memory is short.
 fn limits() {
     let files = Rlimit { current: Some(65_536), maximum: Some(1_048_576) };
     attempt("limit of open files", setrlimit(Resource::Nofile, files));
     attempt("limit of core files", setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: None }));
-    attempt("memory priority", fs::write("/proc/self/oom_score_adj", "-1000"));
     // Ctrl-Alt-Del becomes a signal to this process, which ignores it.
     attempt("ctrl-alt-del", rustix::system::reboot(rustix::system::RebootCommand::CadOff));
 }

@@ -2,13 +2,17 @@
 //!
 //! Freezing user work is one write to the group above all of it. The kernel then holds each process the next
 //! time it would return to user mode, and says so in `cgroup.events`.
+//!
+//! Making a group and removing it take the kernel longer than starting a small program. So a group that has
+//! become empty is used again, and everything that is on somebody's way is a file that stays open.
 
 use crate::log;
 use rustix::fs::{Mode, OFlags};
 use std::{
     fs, io,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::OnceLock,
     time::Duration,
 };
 use tokio::{io::Interest, time::timeout};
@@ -33,6 +37,8 @@ pub fn prepare() -> io::Result<()> {
 #[derive(Debug)]
 pub struct Group {
     path: PathBuf,
+    directory: OwnedFd,
+    events: OwnedFd,
 }
 
 impl Group {
@@ -40,13 +46,34 @@ impl Group {
     pub fn new(name: &str) -> io::Result<Self> {
         let path = Path::new(USER).join(name);
         fs::create_dir(&path)?;
-        Ok(Self { path })
+        let open = |path: &Path, flags| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty());
+        let opened = open(&path, OFlags::PATH | OFlags::DIRECTORY)
+            .and_then(|directory| Ok((directory, open(&path.join("cgroup.events"), OFlags::RDONLY)?)));
+        match opened {
+            Ok((directory, events)) => Ok(Self { path, directory, events }),
+            Err(error) => {
+                // Nobody is in it yet.
+                let _ = fs::remove_dir(&path);
+                Err(error.into())
+            }
+        }
     }
 
     /// The directory, to start a process in.
-    pub fn open(&self) -> io::Result<OwnedFd> {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        Ok(rustix::fs::open(&self.path, flags, Mode::empty())?)
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// Has it no process, nor has any group below it?
+    pub fn is_empty(&self) -> bool {
+        let mut text = [0; 256];
+        rustix::io::pread(&self.events, &mut text, 0).is_ok_and(|got| says(&text[..got], b"populated 0"))
+    }
+
+    /// Did user work make groups below it?
+    pub fn has_groups(&self) -> bool {
+        // A directory's own two links, and one for each directory in it.
+        rustix::fs::fstat(&self.directory).map_or(true, |stat| stat.st_nlink > 2)
     }
 
     /// Kills every process in it.
@@ -99,17 +126,30 @@ impl Drop for ThawUnless {
 
 /// Lets user work go on.
 pub fn thaw_user() -> io::Result<()> {
-    fs::write(Path::new(USER).join("cgroup.freeze"), "0")
+    set_frozen(b"0")
+}
+
+fn set_frozen(how: &[u8]) -> io::Result<()> {
+    static SWITCH: OnceLock<fs::File> = OnceLock::new();
+    let switch = match SWITCH.get() {
+        Some(switch) => switch,
+        None => {
+            let opened = fs::OpenOptions::new().write(true).open(Path::new(USER).join("cgroup.freeze"))?;
+            SWITCH.get_or_init(|| opened)
+        }
+    };
+    rustix::io::pwrite(switch, how, 0)?;
+    Ok(())
 }
 
 async fn freeze_and_wait() -> io::Result<()> {
     let events = fs::File::open(Path::new(USER).join("cgroup.events"))?;
     let events = crate::sys::watch(events.into(), Interest::PRIORITY)?;
-    fs::write(Path::new(USER).join("cgroup.freeze"), "1")?;
+    set_frozen(b"1")?;
     loop {
         let mut text = [0; 256];
         let got = rustix::io::pread(events.get_ref(), &mut text, 0)?;
-        if is_frozen(&text[..got]) {
+        if says(&text[..got], b"frozen 1") {
             return Ok(());
         }
         // The kernel marks the file anew at each change; a missed mark costs some milliseconds.
@@ -119,8 +159,8 @@ async fn freeze_and_wait() -> io::Result<()> {
     }
 }
 
-fn is_frozen(events: &[u8]) -> bool {
-    events.split(|&byte| byte == b'\n').any(|line| line == b"frozen 1")
+fn says(events: &[u8], what: &[u8]) -> bool {
+    events.split(|&byte| byte == b'\n').any(|line| line == what)
 }
 
 /// Processes of all user work, by number, those of nested groups included.
@@ -139,12 +179,12 @@ pub fn user_processes() -> Vec<i32> {
 
 #[cfg(test)]
 mod tests {
-    use super::is_frozen;
+    use super::says;
 
     #[test]
-    fn only_the_frozen_line_counts() {
-        assert!(is_frozen(b"populated 1\nfrozen 1\n"));
-        assert!(!is_frozen(b"populated 1\nfrozen 0\n"));
-        assert!(!is_frozen(b"frozen 10\n"));
+    fn only_a_whole_line_counts() {
+        assert!(says(b"populated 1\nfrozen 1\n", b"frozen 1"));
+        assert!(!says(b"populated 1\nfrozen 0\n", b"frozen 1"));
+        assert!(!says(b"frozen 10\n", b"frozen 1"));
     }
 }

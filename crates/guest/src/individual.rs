@@ -8,10 +8,12 @@ use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
 use rustix::time::{ClockId, Timespec, clock_settime};
 use std::{
     fs, io,
-    os::fd::AsFd,
-    path::Path,
+    os::{
+        fd::AsFd,
+        unix::fs::{FileExt, MetadataExt},
+    },
     sync::{
-        Mutex, PoisonError,
+        Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -101,7 +103,8 @@ fn check(order: &Individual, current: u64) -> Result<(), IndividualError> {
 }
 
 fn entropy(bytes: &[u8]) -> io::Result<()> {
-    let random = fs::OpenOptions::new().write(true).open("/dev/urandom")?;
+    static RANDOM: OnceLock<fs::File> = OnceLock::new();
+    let random = kept_open(&RANDOM, || fs::OpenOptions::new().write(true).open("/dev/urandom"))?;
     sys::add_entropy(random.as_fd(), bytes)?;
     sys::reseed(random.as_fd())
 }
@@ -144,11 +147,31 @@ fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
     Some(new)
 }
 
+/// Nobody reads it meanwhile, since user work stands still; and a greater number is never shorter.
 fn record(generation: u64) -> io::Result<()> {
-    let file = Path::new(FILE);
-    let next = file.with_extension("new");
-    fs::write(&next, generation.to_string())?;
-    fs::rename(&next, file)
+    static RECORD: OnceLock<fs::File> = OnceLock::new();
+    let text = generation.to_string();
+    let file = kept_open(&RECORD, || fs::File::create(FILE))?;
+    file.write_all_at(text.as_bytes(), 0)?;
+    if file.metadata()?.nlink() == 0 {
+        // User work has removed it, or put another in its place.
+        fs::write(FILE, text)?;
+    }
+    Ok(())
+}
+
+/// A file that is opened at its first use only: opening again would be the longest part of what is done with it.
+fn kept_open(
+    place: &'static OnceLock<fs::File>,
+    open: impl FnOnce() -> io::Result<fs::File>,
+) -> io::Result<&'static fs::File> {
+    match place.get() {
+        Some(file) => Ok(file),
+        None => {
+            let file = open()?;
+            Ok(place.get_or_init(|| file))
+        }
+    }
 }
 
 #[cfg(test)]

@@ -43,6 +43,10 @@ fn main() -> ExitCode {
     if let Err(error) = sys::go_first() {
         log::line(&format!("priority: {error}"));
     }
+    // A page fault in the agent's own code is time that a thawed copy does not have.
+    if let Err(error) = rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT) {
+        log::line(&format!("memory: {error}"));
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS)

@@ -38,6 +38,8 @@ type Events = Pin<Box<dyn Stream<Item = Result<ExecEvent, Status>> + Send>>;
 /// Pieces of a file between the connection and the thread that reads or writes it.
 const PIECES: usize = 4;
 const DEFAULT_FREEZE: Duration = Duration::from_secs(1);
+/// The first command of a new individual comes before its comforts.
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(300);
 const MAX_GRACE: Duration = Duration::from_secs(60);
 
 /// The agent, shared by all connections.
@@ -58,6 +60,13 @@ impl Agent {
     /// Which individual this machine is.
     pub fn generation(&self) -> u64 {
         self.identity.generation()
+    }
+
+    async fn thaw(&self) -> Result<(), Status> {
+        let mut frozen = self.frozen.lock().await;
+        cgroup::thaw_user().map_err(|error| failed("thaw", &error))?;
+        *frozen = None;
+        Ok(())
     }
 }
 
@@ -118,28 +127,35 @@ impl Guest for Agent {
 
     async fn thaw_user(&self, _: Request<ThawUserRequest>) -> Answer<ThawUserReply> {
         let begin = Instant::now();
-        let mut frozen = self.frozen.lock().await;
-        cgroup::thaw_user().map_err(|error| failed("thaw", &error))?;
-        *frozen = None;
+        self.thaw().await?;
         Ok(Response::new(ThawUserReply { micros: micros(begin) }))
     }
 
     async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
-        let (identity, order) = (self.identity.clone(), request.into_inner());
-        let name = order.hostname.clone();
-        let ack = blocking(move || {
-            identity.become_new(&order).map_err(|error| match error {
-                IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
-                IndividualError::Entropy(_) | IndividualError::Hostname => {
-                    Status::invalid_argument(error.to_string())
-                }
-                IndividualError::Step(..) => Status::internal(log::chain(&error)),
-            })
-        })
-        .await?;
-        if !name.is_empty() {
-            spawn_blocking(move || announce(&name));
+        let order = request.into_inner();
+        // Here and not on another thread: a few system calls, none of which waits for a disk.
+        let ack = self.identity.become_new(&order).map_err(|error| match error {
+            IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
+            IndividualError::Entropy(_) | IndividualError::Hostname => {
+                Status::invalid_argument(error.to_string())
+            }
+            IndividualError::Step(..) => Status::internal(log::chain(&error)),
+        })?;
+        if order.thaw_user {
+            self.thaw().await?;
         }
+        let identity = self.identity.clone();
+        tokio::spawn(async move {
+            sleep(ANNOUNCE_AFTER).await;
+            // A copy made meanwhile is somebody else, and announces that itself.
+            if identity.generation() != order.generation {
+                return;
+            }
+            log::line(&format!("generation {} ({})", order.generation, order.reason));
+            if !order.hostname.is_empty() {
+                spawn_blocking(move || announce(&order.hostname));
+            }
+        });
         Ok(Response::new(ack))
     }
 

@@ -208,15 +208,6 @@ extern "C" fn child(context: *mut Context) -> ! {
         if context.terminal {
             call(Step::Prepare, libc::syscall(libc::SYS_ioctl, 0, libc::TIOCSCTTY, 0), context);
         }
-        // The agent is never chosen when memory is short; its children must be.
-        let score = libc::syscall(
-            libc::SYS_open,
-            c"/proc/self/oom_score_adj".as_ptr(),
-            libc::O_WRONLY | libc::O_CLOEXEC,
-        );
-        if score >= 0 {
-            libc::syscall(libc::SYS_write, score, c"0".as_ptr(), 1usize);
-        }
         let groups = libc::syscall(libc::SYS_setgroups, context.group_count, context.groups);
         call(Step::User, groups, context);
         let gid = context.gid;

@@ -134,7 +134,7 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("thaw its processes", status))
     }
 
-    /// Makes the copy a new individual; returns the guest's own step times once it acknowledged.
+    /// Makes the copy a new individual and lets its user processes go on; returns the guest's own step times once it acknowledged.
     ///
     /// # Errors
     /// If it does not acknowledge exactly this generation: the copy must not be released then.
@@ -148,6 +148,7 @@ impl GuestLink {
             unix_nanos: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
             hostname: hostname.into(),
             reason: origin.as_str().into(),
+            thaw_user: true,
         };
         // Not repeated over a new connection: the guest refuses a generation it already has.
         let mut client = self.client().await;

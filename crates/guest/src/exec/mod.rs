@@ -9,12 +9,7 @@ mod session;
 
 pub use session::{Reader, event};
 
-use crate::{
-    cgroup::Group,
-    log,
-    reaper::Reaper,
-    sys::{self, SpawnError},
-};
+use crate::{cgroup::Group, log, reaper::Reaper, sys};
 use keiki_protocol::guest::{ExecInfo, ExecSpec, Exit, Pty};
 use plan::Ends;
 use pump::{Source, pump, supervise};
@@ -23,14 +18,17 @@ use session::{Birth, Channel, Session};
 use std::{
     collections::HashMap,
     io,
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock},
-    task::spawn_blocking,
+    task::{spawn_blocking, yield_now},
     time::timeout,
 };
 
@@ -41,6 +39,10 @@ const MAX_ENDED: usize = 128;
 const MAX_ENDED_BYTES: usize = 8 << 20;
 const MAX_ENDED_AGE: Duration = Duration::from_secs(120);
 const MAX_ID: usize = 64;
+/// Empty groups kept.
+const MAX_SPARE: usize = 8;
+/// Turns of the runtime that a command's last words take to the port.
+const AFTER_THE_END: usize = 4;
 
 /// Why a request about a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +95,10 @@ pub struct Execs {
     gate: Arc<RwLock<()>>,
     /// Groups whose leader has ended but that still have processes.
     lingering: Mutex<Vec<Arc<Group>>>,
+    /// Empty groups for the next commands.
+    spare: Mutex<Vec<Arc<Group>>>,
+    /// Groups made so far; each is named by its number.
+    groups: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -110,11 +116,13 @@ impl Execs {
             reaper,
             gate: Arc::default(),
             lingering: Mutex::default(),
+            spare: Mutex::default(),
+            groups: AtomicU64::new(0),
         })
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.sessions)
     }
 
     fn find(&self, id: &str) -> Result<Arc<Session>, ExecError> {
@@ -166,12 +174,9 @@ impl Execs {
         gate: OwnedRwLockReadGuard<()>,
     ) -> Result<Launched, ExecError> {
         let (plan, ends) = plan::plan(spec)?;
-        let group = Group::new(&spec.id).map_err(ExecError::Group)?;
+        let group = self.group().map_err(ExecError::Group)?;
         let start = self.reaper.start();
-        let spawned = match group.open() {
-            Ok(directory) => sys::spawn(&plan, directory.as_fd()),
-            Err(error) => Err(SpawnError::Clone(error)),
-        };
+        let spawned = sys::spawn(&plan, group.directory());
         drop(gate);
         // The child has its own copies; the agent's would keep the pipes from ending.
         drop(plan.stdio);
@@ -179,7 +184,7 @@ impl Execs {
             Ok(pid) => pid,
             Err(error) => {
                 drop(start);
-                group.remove();
+                self.keep(group);
                 let (code, message) = plan::refusal(&error, spec);
                 return Ok(Launched::Refused(Exit { code, message, ..Exit::default() }));
             }
@@ -190,11 +195,12 @@ impl Execs {
             Ok(attached) => attached,
             Err(error) => {
                 let _ = group.kill();
+                lock(&self.lingering).push(group);
                 return Err(error);
             }
         };
         let (id, argv) = (spec.id.clone(), shown(spec));
-        let session = Session::new(Birth { id, argv, pid, group: Arc::new(group), input, terminal });
+        let session = Session::new(Birth { id, argv, pid, group, input, terminal });
         let reader = session.attach([0, 0])?;
         for source in &sources {
             tokio::spawn(pump(session.clone(), source.clone()));
@@ -203,7 +209,15 @@ impl Execs {
         let (execs, watched) = (self.clone(), session.clone());
         tokio::spawn(async move {
             supervise(watched.clone(), sources, leader, limit).await;
-            execs.linger(watched.group.clone());
+            // First let those who wait for the end have it.
+            for _ in 0..AFTER_THE_END {
+                yield_now().await;
+            }
+            match watched.give_back_group() {
+                Some((group, true)) => execs.keep(group),
+                Some((group, false)) => lock(&execs.lingering).push(group),
+                None => {}
+            }
         });
         self.lock().insert(spec.id.clone(), Slot::Made(session));
         Ok(Launched::Running(reader))
@@ -257,12 +271,11 @@ impl Execs {
                 false => Err(ExecError::Ended),
             };
         }
-        let result = if signal == Signal::KILL {
-            session.group.kill()
-        } else {
-            session.group.processes().map(|all| signal_all(&all, signal))
-        };
-        match result {
+        let result = session.with_group(|group| match signal {
+            Signal::KILL => group.kill(),
+            _ => group.processes().map(|all| signal_all(&all, signal)),
+        });
+        match result.ok_or(ExecError::Ended)? {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(ExecError::Ended),
             result => result.map_err(ExecError::Agent),
         }
@@ -316,17 +329,34 @@ impl Execs {
         }
     }
 
-    fn linger(&self, group: Arc<Group>) {
+    /// An empty group.
+    fn group(&self) -> io::Result<Arc<Group>> {
+        if let Some(group) = lock(&self.spare).pop() {
+            return Ok(group);
+        }
+        Group::new(&self.groups.fetch_add(1, Ordering::Relaxed).to_string()).map(Arc::new)
+    }
+
+    /// Keeps a group that is empty and nobody's for the next command.
+    fn keep(&self, group: Arc<Group>) {
+        let mut spare = lock(&self.spare);
+        if spare.len() < MAX_SPARE && !group.has_groups() {
+            return spare.push(group);
+        }
+        drop(spare);
         if !group.remove() {
-            self.lingering.lock().unwrap_or_else(PoisonError::into_inner).push(group);
+            lock(&self.lingering).push(group);
         }
     }
 
     /// Removes groups that have become empty. To be called when something unknown has ended.
     pub fn sweep_groups(&self) {
-        let mut lingering = self.lingering.lock().unwrap_or_else(PoisonError::into_inner);
-        lingering.retain(|group| !group.remove());
+        lock(&self.lingering).retain(|group| !group.remove());
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sends a signal to processes; those that have ended meanwhile are no error.
@@ -336,7 +366,6 @@ pub fn signal_all(processes: &[i32], signal: Signal) {
     }
 }
 
-/// A name becomes a directory beside the kernel's own files, all of which have a dot in theirs.
 fn check_id(id: &str) -> Result<(), ExecError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     if id.is_empty() || id.len() > MAX_ID || !id.bytes().all(plain) {

@@ -5,6 +5,7 @@
 //! output on its way, and is then no longer listened to (but still read, so that it never blocks).
 
 use super::session::{Channel, Session};
+use crate::cgroup::Group;
 use keiki_protocol::guest::Exit;
 use rustix::{io::Errno, process::WaitStatus};
 use std::{
@@ -120,7 +121,7 @@ pub async fn supervise(
             Err(_) => {
                 timed_out = true;
                 // A group that cannot be killed has nobody in it.
-                let _ = session.group.kill();
+                let _ = session.with_group(Group::kill);
                 leader.await
             }
         },

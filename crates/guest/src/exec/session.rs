@@ -56,8 +56,8 @@ pub struct Session {
     pub started: Instant,
     /// The leader's number.
     pub pid: Pid,
-    /// Where it and its descendants live.
-    pub group: Arc<Group>,
+    /// Where it and its descendants live; none once all of them have ended and the group went back.
+    group: Mutex<Option<Arc<Group>>>,
     /// Where its input goes; none once it was closed.
     pub input: tokio::sync::Mutex<Option<Arc<AsyncFd<OwnedFd>>>>,
     /// Its terminal, if it has one.
@@ -119,7 +119,7 @@ impl Session {
             started_unix_ms,
             started: Instant::now(),
             pid: birth.pid,
-            group: birth.group,
+            group: Mutex::new(Some(birth.group)),
             input: tokio::sync::Mutex::new(birth.input),
             terminal: birth.terminal,
             state: Mutex::new(state),
@@ -212,6 +212,19 @@ impl Session {
     /// The leader was collected: its number may mean another process from now on.
     pub fn leader_ended(&self) {
         self.lock().leader_lives = false;
+    }
+
+    /// Does something with its group, unless that went back.
+    pub fn with_group<T>(&self, work: impl FnOnce(&Group) -> T) -> Option<T> {
+        self.group.lock().unwrap_or_else(PoisonError::into_inner).as_deref().map(work)
+    }
+
+    /// Its group after its end, and whether that is empty: then it is no longer this command's.
+    pub fn give_back_group(&self) -> Option<(Arc<Group>, bool)> {
+        let mut group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_empty = group.as_ref()?.is_empty();
+        let given = if is_empty { group.take() } else { group.clone() };
+        Some((given?, is_empty))
     }
 
     /// Sends a signal to the leader. False: it has ended.

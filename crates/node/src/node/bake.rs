@@ -16,18 +16,23 @@ use anyhow::Context;
 use keiki_engine::{BootSpec, Machine};
 use keiki_image::TemplateSpec;
 use keiki_protocol::guest::{ExecSpec, InfoRequest, exec_event::Event};
-use keiki_types::{SandboxId, Shape};
+use keiki_types::{Origin, SandboxId, Shape};
 use std::{path::Path, time::Duration};
 use time::OffsetDateTime;
 
 /// A cold boot under software emulation takes seconds, not minutes.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 /// Run once before the bake: their pages are then in every sandbox's memory from the start.
-const WARM: [&str; 2] = [
+const WARM: [&str; 4] = [
     "true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true",
-    "command -v python3 >/dev/null && python3 -c 'import json, os, sys'; true",
+    "command -v python3 >/dev/null && python3 -c 'import json, os, subprocess, sys, time'; true",
+    "command -v git >/dev/null && git --version >/dev/null; true",
+    "true",
 ];
-
+/// What the guest calls itself while it is baked.
+const WARM_NAME: &str = "keiki";
+/// The agent puts off its own chores after a change of name and after a command for less than this.
+const SETTLE: Duration = Duration::from_millis(500);
 /// Room for the root disk's contents while it is copied.
 const BAKE_DISK_BYTES: u64 = 1 << 30;
 
@@ -109,7 +114,7 @@ impl Inner {
         let guest = self.wait_ready(machine, generation).await?;
         let cold_boot = ms(clock.lap("cold_boot"));
         build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
-        self.warm(&guest).await?;
+        let guest = self.warm(machine, guest, generation).await?;
         guest.flush().await?;
         guest.freeze_user().await?;
         make_dir(dir)?;
@@ -158,23 +163,36 @@ impl Inner {
         }
     }
 
-    async fn warm(&self, guest: &GuestLink) -> Result<()> {
+    /// Goes once through everything that a copy goes through between its thaw and its first command: what is
+    /// mapped, opened and made by then need not be in each copy. Returns the second connection.
+    async fn warm(&self, machine: &dyn Machine, guest: GuestLink, generation: u64) -> Result<GuestLink> {
+        guest.individualize(Origin::Create, WARM_NAME).await?;
         for line in WARM {
-            let spec =
-                ExecSpec { id: SandboxId::new().to_string(), shell: line.into(), ..ExecSpec::default() };
-            let run = async {
-                let mut events = guest.client().await.exec(spec).await?.into_inner();
-                while let Some(event) = events.message().await? {
-                    if let Some(Event::Exit(exit)) = event.event {
-                        anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
-                        return Ok(());
-                    }
-                }
-                anyhow::bail!("the guest stopped answering")
-            };
-            let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
-            done.map_err(|cause| Error::internal("the guest could not be warmed", cause))?;
+            run(&guest, line).await?;
         }
-        Ok(())
+        guest.freeze_user().await?;
+        guest.thaw_user().await?;
+        drop(guest);
+        let guest = GuestLink::connect(&machine.agent_socket(), generation).await?;
+        run(&guest, WARM[0]).await?;
+        tokio::time::sleep(SETTLE).await;
+        Ok(guest)
     }
+}
+
+async fn run(guest: &GuestLink, line: &str) -> Result<()> {
+    let spec =
+        ExecSpec { id: SandboxId::new().to_string(), shell: line.to_owned().into(), ..ExecSpec::default() };
+    let run = async {
+        let mut events = guest.client().await.exec(spec).await?.into_inner();
+        while let Some(event) = events.message().await? {
+            if let Some(Event::Exit(exit)) = event.event {
+                anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
+                return Ok(());
+            }
+        }
+        anyhow::bail!("the guest stopped answering")
+    };
+    let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
+    done.map_err(|cause| Error::internal("the guest could not be warmed", cause))
 }

@@ -143,8 +143,6 @@ impl Inner {
             clock.note(&format!("guest:{step}"), took);
         }
         clock.lap("individualize");
-        guest.thaw_user().await?;
-        clock.lap("thaw_user");
         Ok(guest)
     }
 
