@@ -8,6 +8,7 @@ use keiki_types::Origin;
 use rand::RngCore;
 use std::{
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::net::UnixStream;
@@ -27,6 +28,7 @@ pub struct GuestLink {
     socket: PathBuf,
     generation: u64,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
+    closed: AtomicBool,
 }
 
 impl GuestLink {
@@ -36,7 +38,7 @@ impl GuestLink {
     /// If the guest does not answer in time or speaks no common version.
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
         let client = tokio::sync::Mutex::new(open(socket, generation).await?);
-        Ok(Self { socket: socket.into(), generation, client })
+        Ok(Self { socket: socket.into(), generation, client, closed: AtomicBool::new(false) })
     }
 
     /// A client to call with. Cheap; streams of several clients share the connection.
@@ -50,8 +52,19 @@ impl GuestLink {
     /// As [`GuestLink::connect`].
     pub async fn reconnect(&self) -> Result<GuestClient<Channel>> {
         let mut client = self.client.lock().await;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::internal(
+                "the guest's agent does not answer",
+                anyhow::anyhow!("it has ended"),
+            ));
+        }
         *client = open(&self.socket, self.generation).await?;
         Ok(client.clone())
+    }
+
+    /// Never connects again: the machine ends, and the next one of this sandbox listens at the same place.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
     }
 
     /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated.
@@ -144,6 +157,10 @@ pub fn refusal(status: &Status) -> Error {
         Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
         Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
         Code::ResourceExhausted => Error::NoRoom(said),
+        // Said by the agent, not by the transport: something in the guest cannot be read, opened, started.
+        Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
+            Error::Conflict(said)
+        }
         Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
         _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(status.clone())),
     }
@@ -167,4 +184,20 @@ async fn open(socket: &Path, generation: u64) -> Result<GuestClient<Channel>> {
         anyhow::Ok(client)
     };
     connecting.await.map_err(|cause| Error::internal("the guest's agent does not answer", cause))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::refusal;
+    use crate::error::Error;
+    use tonic::{Code, Status};
+
+    #[test]
+    fn what_fails_in_the_guest_is_no_failure_of_the_node() {
+        let said = refusal(&Status::new(Code::Internal, "/proc/self/mem: Input/output error"));
+        assert!(matches!(&said, Error::Conflict(text) if text.contains("/proc/self/mem")), "{said}");
+        let transport = Status::from_error(Box::new(std::io::Error::other("reset")));
+        assert!(matches!(refusal(&transport), Error::Internal { .. }));
+        assert!(matches!(refusal(&Status::new(Code::Internal, "")), Error::Internal { .. }));
+    }
 }
