@@ -22,7 +22,7 @@ use keiki_protocol::guest::{
 };
 use keiki_types::{SandboxId, api::ExecRequest};
 use std::{sync::Arc, time::Duration};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
@@ -158,15 +158,12 @@ impl Node {
         let stdin = stdin(&request)?;
         let spec = spec(request, command, timeout_ms, stdin.is_some(), pty);
         let session = Arc::new(InGuest { id: spec.id.clone(), using: self.inner.begin(id).await? });
-        let started = start(&session, spec).await?;
-        if let Some(stdin) = stdin {
-            let session = Arc::clone(&session);
-            // A command that does not read its input is no error of the exec.
-            tokio::spawn(async move { session.input(stdin, true).await });
-        }
         let (send, events) = mpsc::channel(EVENTS_AHEAD);
+        let (tell, started) = oneshot::channel();
         let control = Control { inner: Arc::clone(&session) as Arc<dyn ControlInner> };
-        tokio::spawn(Pump { session, send, stdout: 0, stderr: 0 }.run(started));
+        // On its own: a caller who leaves before the guest has answered must not leave the command behind.
+        tokio::spawn(Pump { session, send, stdout: 0, stderr: 0 }.begin(spec, stdin, tell));
+        started.await.map_err(|cause| Error::internal("the command was given up", cause))??;
         Ok(Session { events: ReceiverStream::new(events).boxed(), control })
     }
 }
@@ -213,6 +210,13 @@ fn spec(
 
 /// Starts the session; if the connection turns out to be broken, over a new one.
 async fn start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
+    match try_start(session, spec).await {
+        Ok(events) => Ok(events),
+        Err(error) => Err(session.using.explain(error).await),
+    }
+}
+
+async fn try_start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
     let guest = &session.using.live.guest;
     let first = within(START_LIMIT, guest.client().await.exec(spec.clone())).await;
     let answer = match first {
@@ -251,6 +255,34 @@ enum Outcome {
 }
 
 impl Pump {
+    /// Starts the command, says so, and carries its events.
+    async fn begin(self, spec: ExecSpec, stdin: Option<Bytes>, tell: oneshot::Sender<Result<()>>) {
+        let left = async {
+            self.send.closed().await;
+            tokio::time::sleep(START_LIMIT).await;
+        };
+        let started = tokio::select! {
+            started = start(&self.session, spec) => started,
+            () = left => {
+                let _ = self.session.signal(SIGKILL).await;
+                return;
+            }
+        };
+        match started {
+            Ok(stream) => {
+                if let Some(stdin) = stdin {
+                    let session = Arc::clone(&self.session);
+                    // A command that does not read its input is no error of the exec.
+                    tokio::spawn(async move { session.input(stdin, true).await });
+                }
+                // Where nobody listens any more the first look at the events kills the command.
+                let _ = tell.send(Ok(()));
+                self.run(stream).await;
+            }
+            Err(error) => drop(tell.send(Err(error))),
+        }
+    }
+
     async fn run(mut self, mut stream: Streaming<GuestEvent>) {
         let mut failures = 0;
         loop {
@@ -267,7 +299,8 @@ impl Pump {
                     match self.again(failures).await {
                         Some(next) => stream = next,
                         None => {
-                            let _ = self.send.send(Err(lost(&status))).await;
+                            let error = self.session.using.explain(lost(&status)).await;
+                            let _ = self.send.send(Err(error)).await;
                             return;
                         }
                     }

@@ -2,7 +2,7 @@
 
 use crate::{
     error::{Error, Result},
-    guest::{GuestLink, refusal},
+    guest::refusal,
     node::Node,
     sandbox::Use,
 };
@@ -43,14 +43,12 @@ impl Node {
         let path = checked(path)?;
         let using = self.inner.begin(id).await?;
         let request = ReadFileRequest { path, offset: 0, limit: 0 };
-        let read =
-            call(
-                &using.live.guest,
-                request,
-                |mut guest, request| async move { guest.read_file(request).await },
-            );
+        let read = call(&using, request, |mut guest, request| async move { guest.read_file(request).await });
         let mut stream = read.await?;
-        let first = stream.message().await.map_err(|status| refusal(&status))?.unwrap_or_default();
+        let first = match stream.message().await {
+            Ok(first) => first.unwrap_or_default(),
+            Err(status) => return Err(using.explain(refusal(&status)).await),
+        };
         let (size, mode) = (first.size, first.mode);
         Ok(Reading { size, mode, chunks: contents(using, first, stream) })
     }
@@ -76,7 +74,10 @@ impl Node {
         if let Some(error) = broken.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Err(error);
         }
-        written.map(|reply| reply.into_inner().bytes).map_err(|status| refusal(&status))
+        match written {
+            Ok(reply) => Ok(reply.into_inner().bytes),
+            Err(status) => Err(using.explain(refusal(&status)).await),
+        }
     }
 
     /// What is in a directory, sorted by name.
@@ -86,12 +87,7 @@ impl Node {
     pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let listed =
-            call(
-                &using.live.guest,
-                request,
-                |mut guest, request| async move { guest.list_dir(request).await },
-            );
+        let listed = call(&using, request, |mut guest, request| async move { guest.list_dir(request).await });
         let mut entries: Vec<_> = listed.await?.entries.into_iter().map(entry).collect();
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
@@ -104,8 +100,7 @@ impl Node {
     pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let found =
-            call(&using.live.guest, request, |mut guest, request| async move { guest.stat(request).await });
+        let found = call(&using, request, |mut guest, request| async move { guest.stat(request).await });
         found.await.map(entry)
     }
 
@@ -175,7 +170,7 @@ impl Node {
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
         let using = self.inner.begin(id).await?;
-        call(&using.live.guest, request, send).await.map(drop)
+        call(&using, request, send).await.map(drop)
     }
 }
 
@@ -191,16 +186,15 @@ pub fn mode(text: Option<&str>) -> Result<Option<u32>> {
     }
 }
 
-async fn call<R, T, F>(
-    guest: &GuestLink,
-    request: R,
-    send: impl Fn(GuestClient<Channel>, R) -> F,
-) -> Result<T>
+async fn call<R, T, F>(using: &Use, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
 where
     R: Clone,
     F: Future<Output = Result<tonic::Response<T>, Status>>,
 {
-    guest.call(|client| send(client, request.clone())).await.map_err(|status| refusal(&status))
+    match using.live.guest.call(|client| send(client, request.clone())).await {
+        Ok(answer) => Ok(answer),
+        Err(status) => Err(using.explain(refusal(&status)).await),
+    }
 }
 
 fn checked(path: &str) -> Result<Bytes> {
@@ -217,7 +211,11 @@ fn checked(path: &str) -> Result<Bytes> {
 fn contents(using: Use, first: FileChunk, stream: Streaming<FileChunk>) -> BoxStream<'static, Result<Bytes>> {
     let rest = futures::stream::unfold((using, stream), |(using, mut stream)| async move {
         let chunk = stream.message().await.transpose()?;
-        Some((chunk.map(|chunk| chunk.data).map_err(|status| refusal(&status)), (using, stream)))
+        let chunk = match chunk {
+            Ok(chunk) => Ok(chunk.data),
+            Err(status) => Err(using.explain(refusal(&status)).await),
+        };
+        Some((chunk, (using, stream)))
     });
     futures::stream::once(async move { Ok(first.data) }).chain(rest).boxed()
 }

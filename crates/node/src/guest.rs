@@ -8,6 +8,7 @@ use keiki_types::Origin;
 use rand::RngCore;
 use std::{
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::net::UnixStream;
@@ -44,6 +45,7 @@ pub struct GuestLink {
     generation: u64,
     limits: Limits,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
+    closed: AtomicBool,
 }
 
 impl GuestLink {
@@ -57,7 +59,7 @@ impl GuestLink {
 
     async fn connect_within(limits: Limits, socket: &Path, generation: u64) -> Result<Self> {
         let client = tokio::sync::Mutex::new(open(socket, generation, limits.connect).await?);
-        Ok(Self { socket: socket.into(), generation, limits, client })
+        Ok(Self { socket: socket.into(), generation, limits, client, closed: AtomicBool::new(false) })
     }
 
     /// A client to call with. Cheap; streams of several clients share the connection.
@@ -71,8 +73,19 @@ impl GuestLink {
     /// As [`GuestLink::connect`].
     pub async fn reconnect(&self) -> Result<GuestClient<Channel>> {
         let mut client = self.client.lock().await;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::internal(
+                "the guest's agent does not answer",
+                anyhow::anyhow!("it has ended"),
+            ));
+        }
         *client = open(&self.socket, self.generation, self.limits.connect).await?;
         Ok(client.clone())
+    }
+
+    /// Never connects again: the machine ends, and the next one of this sandbox listens at the same place.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
     }
 
     /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated. Whatever
@@ -183,6 +196,10 @@ pub fn refusal(status: &Status) -> Error {
         Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
         Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
         Code::ResourceExhausted => Error::NoRoom(said),
+        // Said by the agent, not by the transport: something in the guest cannot be read, opened, started.
+        Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
+            Error::Conflict(said)
+        }
         Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
         _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(quoted(status))),
     }

@@ -58,6 +58,40 @@ pub struct Use {
     pub live: Arc<Live>,
 }
 
+/// How long the node may take to notice that a machine has ended.
+const NOTICE_LIMIT: Duration = Duration::from_secs(2);
+
+impl Use {
+    /// What became of the machine, for a request that it failed: a node's failure where it is still there.
+    pub async fn explain(&self, error: Error) -> Error {
+        if !matches!(error, Error::Internal { .. }) {
+            return error;
+        }
+        let begun = Instant::now();
+        loop {
+            let (status, is_there) = {
+                let state = self.sandbox.state();
+                let is_there = state.live.as_ref().is_some_and(|live| Arc::ptr_eq(live, &self.live));
+                (state.record.status, is_there)
+            };
+            let what = match status {
+                Status::Stopping | Status::Deleted => "was deleted",
+                Status::Failed => "has failed",
+                _ if !is_there => "was hibernated",
+                _ => {
+                    let ended = tokio::time::timeout(Duration::from_millis(50), self.live.machine.ended());
+                    if ended.await.is_err() || begun.elapsed() > NOTICE_LIMIT {
+                        return error;
+                    }
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            return Error::Conflict(format!("sandbox {} {what} while this ran", self.sandbox.id));
+        }
+    }
+}
+
 impl Drop for Use {
     fn drop(&mut self) {
         let mut state = self.sandbox.state();
@@ -143,11 +177,13 @@ impl Sandbox {
     }
 
     /// If its time is up, claims it for the sweeper: from then on no use can begin.
+    /// Also says what it was until then.
     #[must_use]
-    pub fn claim_if_idle(&self) -> Sweep {
+    pub fn claim_if_idle(&self) -> (Sweep, Status) {
         let mut state = self.state();
         let idle = u64::try_from(state.last_activity.elapsed().as_millis()).unwrap_or(u64::MAX);
         let record = &state.record;
+        let before = record.status;
         let verdict =
             lifecycle::sweep(record.status, idle, record.ttl_seconds, state.in_flight, record.persistent);
         match verdict {
@@ -155,7 +191,7 @@ impl Sandbox {
             Sweep::Hibernate => state.leaving = true,
             Sweep::Keep => {}
         }
-        verdict
+        (verdict, before)
     }
 
     /// Changes the record, in memory; returns the new one to be written.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! <data>/keiki.db            records
+//! <data>/lock, <run>/lock      held by the node that runs on them
 //! <data>/cache/              kernels and root disks, made from packages
 //! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
 //! <data>/store/
@@ -22,6 +23,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::Arc,
 };
 
 /// A socket's path has at most 107 bytes; this much comes after the run directory.
@@ -38,6 +40,8 @@ pub struct Store {
     run: PathBuf,
     /// We mounted an image of our own.
     own_image: bool,
+    /// Nobody else uses these directories as long as these are open.
+    _locks: Arc<[fs::File; 2]>,
 }
 
 impl Store {
@@ -61,6 +65,7 @@ impl Store {
         for dir in [data, run] {
             fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         }
+        let locks = Arc::new([lock(data)?, lock(run)?]);
         let root = data.join("store");
         fs::create_dir_all(&root).with_context(|| format!("cannot create {}", root.display()))?;
         let mut own_image = is_mount_point(&root)?;
@@ -68,7 +73,7 @@ impl Store {
             mount_own_image(data, &root, image_gib).await?;
             own_image = true;
         }
-        let store = Self { data: data.into(), root, run: run.into(), own_image };
+        let store = Self { data: data.into(), root, run: run.into(), own_image, _locks: locks };
         for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
             fs::create_dir_all(store.root.join(part))?;
         }
@@ -190,6 +195,13 @@ impl Store {
             .map_err(|cause| Error::internal("a directory of the store cannot be removed", cause))
     }
 
+    /// Removes a directory that nothing needs any more. If that fails the next start does it.
+    pub async fn remove_or_log(&self, dir: PathBuf) {
+        if let Err(error) = self.remove(dir).await {
+            tracing::error!(error = &error as &dyn std::error::Error, "a directory was left behind");
+        }
+    }
+
     /// Unmounts an image of our own. Only when no machine runs from it.
     ///
     /// # Errors
@@ -241,6 +253,20 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         done => done,
+    }
+}
+
+/// Two nodes on one directory would each remove what the other made. The lock ends with the process.
+fn lock(dir: &Path) -> anyhow::Result<fs::File> {
+    let path = dir.join("lock");
+    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+    let file = file.with_context(|| format!("cannot open {}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => anyhow::bail!("another node is running on {}", dir.display()),
+        Err(fs::TryLockError::Error(error)) => {
+            Err(error).with_context(|| format!("cannot lock {}", path.display()))
+        }
     }
 }
 
@@ -304,4 +330,19 @@ async fn run(tool: &str, args: &[&std::ffi::OsStr]) -> anyhow::Result<String> {
         String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ")
     );
     Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::lock;
+
+    #[test]
+    fn a_directory_has_one_node() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let first = lock(dir.path())?;
+        let refused = lock(dir.path()).err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(refused.starts_with("another node is running on"), "{refused}");
+        drop(first);
+        lock(dir.path()).map(drop)
+    }
 }

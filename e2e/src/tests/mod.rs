@@ -8,6 +8,7 @@ mod files;
 mod lifecycle;
 mod lineage;
 mod network;
+mod races;
 mod state;
 
 use crate::Test;
@@ -52,6 +53,14 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
+        races::a_snapshot_deleted_while_it_is_restored,
+        races::what_ends_under_a_command_says_so,
+        races::twenty_commands_wake_it_once,
+        races::verbs_cross_a_deletion,
+        races::a_command_ends_with_a_caller_who_leaves,
+        races::guest_errors_are_no_failures_of_the_node,
+        races::one_directory_has_one_node,
+        races::building_is_single_flight,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
         crash::a_killed_node_finds_its_machines_again,

@@ -156,3 +156,13 @@ fn a_guests_words_are_few_and_plain() {
     let said = refusal(&status).to_string();
     assert!(said.len() < 320 && !said.contains('\x07'), "{said}");
 }
+
+#[test]
+fn what_fails_in_the_guest_is_no_failure_of_the_node() {
+    use crate::error::Error;
+    let said = refusal(&Status::new(Code::Internal, "/proc/self/mem: Input/output error"));
+    assert!(matches!(&said, Error::Conflict(text) if text.contains("/proc/self/mem")), "{said}");
+    let transport = Status::from_error(Box::new(std::io::Error::other("reset")));
+    assert!(matches!(refusal(&transport), Error::Internal { .. }));
+    assert!(matches!(refusal(&Status::new(Code::Internal, "")), Error::Internal { .. }));
+}

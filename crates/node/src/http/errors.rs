@@ -87,6 +87,7 @@ pub(super) async fn enveloped(response: Response, method: &Method, path: &str) -
     }
     let (parts, body) = response.into_parts();
     let text = axum::body::to_bytes(body, LONGEST_FOREIGN).await.unwrap_or_default();
+    let path = super::extract::shown(path);
     let sentence = match parts.status {
         StatusCode::NOT_FOUND => format!("no such route: {method} {path}"),
         // axum adds `Allow` after this.

@@ -16,6 +16,8 @@ use std::time::Duration;
 pub(super) const SMALL: usize = 1 << 20;
 /// Cap of a JSON body that carries a command's standard input.
 pub(super) const LARGE: usize = 64 << 20;
+/// Characters of a caller's word that a sentence repeats.
+const SHOWN: usize = 120;
 /// How long a client may stop in the middle of a body.
 pub(super) const BODY_IDLE: Duration = Duration::from_secs(60);
 
@@ -35,8 +37,15 @@ pub(super) fn sandbox_id(text: &str) -> Result<SandboxId> {
 
 /// 404 for a name that cannot be one.
 pub(super) fn missing(what: &str, name: &str) -> Error {
-    let shown = name.chars().take(80).collect::<String>();
-    Error::NotFound(format!("no {what} {shown}"))
+    Error::NotFound(format!("no {what} {}", shown(name)))
+}
+
+/// A caller's word as a sentence repeats it: its beginning.
+pub(super) fn shown(word: &str) -> String {
+    match word.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &word[..end]),
+        None => word.into(),
+    }
 }
 
 async fn param<S: Send + Sync>(parts: &mut Parts, state: &S, name: &str) -> Result<String> {
@@ -77,7 +86,9 @@ impl<S: Send + Sync> FromRequestParts<S> for OfBuild {
     type Rejection = Error;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self> {
-        param(parts, state, "id").await.map(Self)
+        let text = param(parts, state, "id").await?;
+        // No build has a longer one.
+        if text.len() > 64 { Err(missing("build", &text)) } else { Ok(Self(text)) }
     }
 }
 

@@ -146,7 +146,7 @@ impl Inner {
                 Ok(api::Snapshot { timings: Some(timings), ..snapshot_record.view() })
             }
             Err(error) => {
-                self.store.remove(dir).await?;
+                self.store.remove_or_log(dir).await;
                 Err(error)
             }
         }
@@ -229,7 +229,7 @@ impl Inner {
         let scratch = self.store.scratch();
         let made = self.fork_into(&sandbox, &live, &scratch, &children, tickets, &mut clock).await;
         drop(verb);
-        let removed = self.store.remove(scratch).await;
+        self.store.remove_or_log(scratch).await;
         let (lives, taken) = match made {
             Ok(made) => made,
             Err(error) => {
@@ -237,7 +237,6 @@ impl Inner {
                 return Err(error);
             }
         };
-        removed?;
         self.finish_fork(&parent, children, lives, &taken, &mut clock).await
     }
 
@@ -360,10 +359,10 @@ impl Inner {
                 Ok(())
             }
             Err(error) => {
+                self.store.remove_or_log(dir).await;
                 if record.status == Status::Running {
                     live.guest.thaw_user().await?;
                 }
-                self.store.remove(dir).await?;
                 Err(error)
             }
         }

@@ -156,6 +156,7 @@ impl Inner {
 
     /// Ends the machine of a sandbox.
     pub(super) async fn end_live(&self, id: SandboxId, live: &Live) {
+        live.guest.close();
         let slot = live.slot.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.end_machine(id, live.machine.as_ref(), slot).await;
     }

@@ -15,6 +15,7 @@ mod bake;
 mod freeze;
 mod machine;
 pub(crate) mod request;
+mod sources;
 mod start;
 mod sweep;
 mod template;
@@ -32,7 +33,7 @@ use futures::stream::BoxStream;
 use keiki_engine::Engine;
 use keiki_net::Slots;
 use keiki_types::{
-    EngineKind, SandboxId, SnapshotId, TemplateName,
+    EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
         self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted,
         SetLifecycle, Snapshot, Template, Timings, Version,
@@ -42,7 +43,9 @@ use std::{
     collections::HashMap,
     path::PathBuf,
     sync::{Arc, PoisonError, RwLock},
+    time::Duration,
 };
+use tokio_util::task::TaskTracker;
 
 /// What a node is told when it starts.
 #[derive(Debug, Clone)]
@@ -95,6 +98,9 @@ pub(crate) struct Inner {
     /// Machines being started or released at once: more than a few per CPU would only make all of them late.
     starting: tokio::sync::Semaphore,
     templates: template::Templates,
+    sources: sources::Sources,
+    /// What must end before the node does.
+    under_way: TaskTracker,
     sandboxes: RwLock<HashMap<SandboxId, Arc<Sandbox>>>,
 }
 
@@ -129,6 +135,21 @@ impl Inner {
         sandbox
     }
 
+    /// Runs a verb to its end even if whoever asked goes away: half a verb would leave half a machine.
+    pub(super) async fn to_the_end<T: Send + 'static>(
+        &self,
+        verb: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        // Counted first: whoever stops the node either is seen here or waits for this.
+        let counted = self.under_way.track_future(verb);
+        if self.under_way.is_closed() {
+            return Err(stopping());
+        }
+        tokio::spawn(counted)
+            .await
+            .map_err(|cause| Error::internal("the operation was interrupted", cause))?
+    }
+
     async fn view(&self, sandbox: &Sandbox) -> api::Sandbox {
         let memory = match sandbox.live() {
             Some(live) => live.machine.memory().await.ok(),
@@ -138,11 +159,9 @@ impl Inner {
     }
 }
 
-/// Runs a verb to its end even if whoever asked goes away: half a verb would leave half a machine.
-pub(super) async fn to_the_end<T: Send + 'static>(
-    verb: impl Future<Output = Result<T>> + Send + 'static,
-) -> Result<T> {
-    tokio::spawn(verb).await.map_err(|cause| Error::internal("the operation was interrupted", cause))?
+/// What a verb is told that comes too late.
+fn stopping() -> Error {
+    Error::Busy { why: "the node is stopping".into(), retry_after: Duration::from_secs(5) }
 }
 
 /// One log line per operation, with its steps.
@@ -179,7 +198,7 @@ impl Node {
     /// 400, 404, 503 while the template is being built, 507.
     pub async fn create(&self, request: CreateSandbox) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.create(request).await }).await
+        self.inner.to_the_end(async move { inner.create(request).await }).await
     }
 
     /// Newest first. `memory`: fill in memory use.
@@ -210,7 +229,7 @@ impl Node {
     /// 404, 409.
     pub async fn delete(&self, id: SandboxId) -> Result<()> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.delete(id).await }).await
+        self.inner.to_the_end(async move { inner.delete(id).await }).await
     }
 
     /// Branches children off a sandbox, all or none.
@@ -219,7 +238,7 @@ impl Node {
     /// 400, 404, 409, 507.
     pub async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.fork(id, request).await }).await
+        self.inner.to_the_end(async move { inner.fork(id, request).await }).await
     }
 
     /// Keeps one child of a fork-tree.
@@ -228,7 +247,7 @@ impl Node {
     /// 400, 404.
     pub async fn promote(&self, id: SandboxId, request: Promote) -> Result<Promoted> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.promote(id, request).await }).await
+        self.inner.to_the_end(async move { inner.promote(id, request).await }).await
     }
 
     /// Parks its vCPUs.
@@ -237,7 +256,7 @@ impl Node {
     /// 404, 409.
     pub async fn pause(&self, id: SandboxId) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.pause(id).await }).await
+        self.inner.to_the_end(async move { inner.pause(id).await }).await
     }
 
     /// Lets them run.
@@ -246,7 +265,7 @@ impl Node {
     /// 404, 409.
     pub async fn resume(&self, id: SandboxId) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.resume(id).await }).await
+        self.inner.to_the_end(async move { inner.resume(id).await }).await
     }
 
     /// Writes it out and frees its RAM and slot; the id stays.
@@ -255,7 +274,7 @@ impl Node {
     /// 404, 409, 507.
     pub async fn hibernate(&self, id: SandboxId) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.hibernate(id).await }).await
+        self.inner.to_the_end(async move { inner.hibernate(id).await }).await
     }
 
     /// Brings it back.
@@ -264,7 +283,7 @@ impl Node {
     /// 404, 409, 507.
     pub async fn wake(&self, id: SandboxId) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.wake(id).await }).await
+        self.inner.to_the_end(async move { inner.wake(id).await }).await
     }
 
     /// TTL and idleness. Asking is no activity.
@@ -288,7 +307,11 @@ impl Node {
     pub async fn set_lifecycle(&self, id: SandboxId, request: SetLifecycle) -> Result<Lifecycle> {
         let sandbox = self.inner.sandbox(id)?;
         let verb = sandbox.verb.lock().await;
-        let ttl_seconds = request::ttl(request.ttl_seconds, sandbox.record().ttl_seconds)?;
+        let current = sandbox.record();
+        if matches!(current.status, Status::Stopping | Status::Deleted) {
+            return Err(Error::NotFound(format!("no sandbox {id}")));
+        }
+        let ttl_seconds = request::ttl(request.ttl_seconds, current.ttl_seconds)?;
         let record = sandbox.update(|record| {
             record.ttl_seconds = ttl_seconds;
             record.persistent = request.persistent.unwrap_or(record.persistent);
@@ -316,7 +339,7 @@ impl Node {
     /// 404, 409, 507.
     pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.snapshot(id).await }).await
+        self.inner.to_the_end(async move { inner.snapshot(id).await }).await
     }
 
     /// Newest first.
@@ -344,7 +367,7 @@ impl Node {
     /// 404.
     pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
         let inner = Arc::clone(&self.inner);
-        to_the_end(async move { inner.delete_snapshot(id).await }).await
+        self.inner.to_the_end(async move { inner.delete_snapshot(id).await }).await
     }
 
     /// All templates, built or not.
@@ -371,7 +394,7 @@ impl Node {
     /// 404, 409 while it is being built.
     pub async fn delete_template(&self, name: &TemplateName) -> Result<()> {
         let (inner, name) = (Arc::clone(&self.inner), name.clone());
-        to_the_end(async move { inner.delete_template(&name).await }).await
+        self.inner.to_the_end(async move { inner.delete_template(&name).await }).await
     }
 
     /// Starts a build, or returns the one that is running for this template.

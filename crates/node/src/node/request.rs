@@ -64,6 +64,9 @@ pub fn metadata(labels: BTreeMap<String, String>) -> Result<BTreeMap<String, Str
 /// # Errors
 /// 400 if it is not.
 pub fn shape(request: &CreateSandbox, name: &str, baked: keiki_types::Shape) -> Result<()> {
+    // Shapes that cannot be built either must not be told how.
+    let wanted = BuildTemplate { cpu: request.cpu, memory_mb: request.memory_mb, ..BuildTemplate::default() };
+    build_shape(&wanted, baked)?;
     let differs = |asked: Option<u64>, baked: u64| asked.is_some_and(|asked| asked != baked);
     let field = if differs(request.cpu, u64::from(baked.vcpus)) {
         "cpu"
@@ -202,6 +205,9 @@ mod tests {
         assert!(
             refused.contains("memory_mb") && refused.contains("template build base --cpu 1 --memory 512")
         );
+        let never = CreateSandbox { cpu: Some(0), ..CreateSandbox::default() };
+        let refused = shape(&never, "base", baked).err().map(|error| error.to_string()).unwrap_or_default();
+        assert_eq!(refused, "cpu must be from 1 to 8, not 0");
         assert!(shape(&CreateSandbox { cpu: Some(1), ..CreateSandbox::default() }, "base", baked).is_ok());
     }
 

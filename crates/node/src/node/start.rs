@@ -1,7 +1,7 @@
 //! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
-use super::{Config, Inner, Node, sweep, template::Templates};
+use super::{Config, Inner, Node, sources::Sources, sweep, template::Templates};
 use crate::{
     admission::Admission,
     error::{Error, Result},
@@ -17,10 +17,14 @@ use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
     sync::{Arc, Mutex, RwLock},
+    time::Duration,
 };
+use tokio_util::task::TaskTracker;
 
 /// Machines started or released at once, for each CPU.
 const STARTING_PER_CPU: usize = 3;
+/// How long a node that stops waits for what is under way.
+const VERB_LIMIT: Duration = Duration::from_secs(45);
 /// Network slots built ahead of use.
 const SLOTS_AHEAD: usize = 8;
 
@@ -60,6 +64,8 @@ impl Node {
             admission,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
+            sources: Sources::default(),
+            under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
@@ -67,17 +73,27 @@ impl Node {
         Ok(Self { inner })
     }
 
-    /// Stops. Machines go on running for the next node to find, unless this one is ephemeral.
+    /// Stops: no verb begins any more, and those under way come to their end. Machines go on running for the
+    /// next node to find, unless this one is ephemeral.
     pub async fn stop(&self) {
         let inner = &self.inner;
-        inner.close_all_places().await;
-        if !inner.config.ephemeral {
-            return;
+        inner.under_way.close();
+        inner.close_templates().await;
+        if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
+            tracing::error!("some operations did not come to an end; the next start removes what they leave");
         }
-        for sandbox in inner.sandboxes() {
-            if let Err(error) = self.delete(sandbox.id).await {
+        for sandbox in inner.sandboxes().into_iter().filter(|_| inner.config.ephemeral) {
+            if let Err(error) = inner.delete(sandbox.id).await {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
             }
+        }
+        // A build that was given up.
+        let named = inner.sandboxes().iter().map(|sandbox| sandbox.id).collect();
+        if let Err(error) = inner.clear_unnamed(&named).await {
+            tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
+        }
+        if !inner.config.ephemeral {
+            return;
         }
         inner.slots.stop(&[]).await;
         if let Err(error) = inner.store.unmount().await {

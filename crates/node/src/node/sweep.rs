@@ -22,21 +22,31 @@ pub(super) async fn sweeper(node: Weak<Inner>) {
     loop {
         tokio::time::sleep(EVERY).await;
         let Some(node) = node.upgrade() else { return };
+        if node.under_way.is_closed() {
+            return;
+        }
         for sandbox in node.sandboxes() {
             // Somebody is changing it: that is activity, and the next round will see.
             let Ok(verb) = Arc::clone(&sandbox.verb).try_lock_owned() else { continue };
-            let verdict = sandbox.claim_if_idle();
+            let (verdict, before) = sandbox.claim_if_idle();
             if verdict != Sweep::Keep {
-                tokio::spawn(Arc::clone(&node).sweep(sandbox, verdict, verb));
+                let sweep = Arc::clone(&node).sweep(sandbox, verdict, before, verb);
+                tokio::spawn(node.under_way.track_future(sweep));
             }
         }
     }
 }
 
 impl Inner {
-    async fn sweep(self: Arc<Self>, sandbox: Arc<Sandbox>, verdict: Sweep, verb: OwnedMutexGuard<()>) {
+    async fn sweep(
+        self: Arc<Self>,
+        sandbox: Arc<Sandbox>,
+        verdict: Sweep,
+        before: Status,
+        verb: OwnedMutexGuard<()>,
+    ) {
         let done = match (verdict, sandbox.live()) {
-            (Sweep::Delete, _) => self.delete_claimed(&sandbox).await,
+            (Sweep::Delete, _) => self.delete_claimed(&sandbox, before).await,
             (Sweep::Hibernate, Some(live)) => self.hibernate_locked(&sandbox, &live).await,
             (Sweep::Keep, _) | (Sweep::Hibernate, None) => Ok(()),
         };
@@ -53,6 +63,7 @@ impl Inner {
         tokio::spawn(async move {
             let how = live.machine.ended().await;
             let Some(node) = node.upgrade() else { return };
+            let _counted = node.under_way.token();
             let _verb = sandbox.verb.lock().await;
             let still_its = sandbox.live().is_some_and(|now| Arc::ptr_eq(&now, &live));
             if !still_its {

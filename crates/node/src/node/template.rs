@@ -8,7 +8,7 @@
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{Inner, bake::Recipe, machine::Place, request};
+use super::{Inner, bake::Recipe, machine::Place, request, sources::Hold};
 use crate::{
     error::{Error, Result},
     records::{TemplateRecord, rfc3339},
@@ -22,11 +22,12 @@ use keiki_types::{
 };
 use std::{
     collections::{HashMap, VecDeque},
+    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 use time::OffsetDateTime;
-use tokio::sync::watch;
+use tokio::{sync::watch, task::JoinSet};
 
 /// What a create is told while its template is being built.
 const RETRY_AFTER: Duration = Duration::from_secs(10);
@@ -40,6 +41,7 @@ const REFILL_PAUSE: Duration = Duration::from_millis(250);
 #[derive(Default)]
 pub(super) struct Templates {
     state: Mutex<State>,
+    building: tokio::sync::Mutex<JoinSet<()>>,
 }
 
 #[derive(Default)]
@@ -149,6 +151,10 @@ impl Templates {
         Some(lines.flatten().boxed())
     }
 
+    fn current(&self, name: &str) -> Option<Arc<Baked>> {
+        self.state().baked.get(name).cloned()
+    }
+
     fn running(&self, name: &str) -> Option<Arc<Building>> {
         self.state().builds.iter().find(|build| build.name == name && build.is_running()).cloned()
     }
@@ -180,10 +186,13 @@ impl Templates {
 }
 
 impl Inner {
-    /// A baked template, or what to do about it.
-    pub(super) async fn baked(self: &Arc<Self>, name: &TemplateName) -> Result<Arc<Baked>> {
-        if let Some(baked) = self.templates.state().baked.get(name.as_str()) {
-            return Ok(Arc::clone(baked));
+    /// A baked template, which stays as long as it is held, or what to do about it.
+    pub(super) async fn baked(self: &Arc<Self>, name: &TemplateName) -> Result<(Arc<Baked>, Hold)> {
+        while let Some(baked) = self.templates.current(name.as_str()) {
+            let held = self.sources.hold(&self.dir_of(&baked)).await;
+            if self.templates.current(name.as_str()).is_some_and(|now| Arc::ptr_eq(&now, &baked)) {
+                return Ok((baked, held));
+            }
         }
         let Some(spec) = keiki_image::template(name.as_str()) else {
             let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
@@ -222,10 +231,15 @@ impl Inner {
             Error::NotFound(format!("no template {name} to build; there are: {}", known.join(", ")))
         })?;
         let shape = request::build_shape(&request, spec.shape)?;
+        let mut building = self.templates.building.lock().await;
+        if self.under_way.is_closed() {
+            return Err(super::stopping());
+        }
         let (build, is_new) = self.templates.begin(spec.name);
         if is_new {
             let (node, build) = (Arc::clone(self), Arc::clone(&build));
-            tokio::spawn(async move {
+            while building.try_join_next().is_some() {}
+            building.spawn(async move {
                 let done = node.build(spec, shape, request.force, &build).await;
                 build.update(|progress| {
                     progress.view.ended_at = rfc3339(OffsetDateTime::now_utc());
@@ -281,7 +295,9 @@ impl Inner {
             version
         };
         let dir = self.store.template(spec.name, &version);
+        let claim = self.sources.claim(&dir).await;
         self.store.remove(dir.clone()).await?;
+        drop(claim);
         let recipe = Recipe { spec, shape, version: &version, parts: &parts };
         let baked = self.bake(&recipe, &dir, build).await;
         match baked {
@@ -310,7 +326,13 @@ impl Inner {
     /// Ends the places of a template version and removes its files; machines made from it live on.
     async fn retire(&self, old: &Baked) -> Result<()> {
         self.close_places(old).await;
-        self.store.remove(self.store.template(&old.record.name, &old.record.version)).await
+        let dir = self.dir_of(old);
+        let _claim = self.sources.claim(&dir).await;
+        self.store.remove(dir).await
+    }
+
+    fn dir_of(&self, baked: &Baked) -> PathBuf {
+        self.store.template(&baked.record.name, &baked.record.version)
     }
 
     async fn close_places(&self, baked: &Baked) {
@@ -324,8 +346,9 @@ impl Inner {
         }
     }
 
-    /// Ends all places that wait, for a node that stops.
-    pub(super) async fn close_all_places(&self) {
+    /// Gives running builds up and ends all places that wait, for a node that stops.
+    pub(super) async fn close_templates(&self) {
+        self.templates.building.lock().await.shutdown().await;
         let all: Vec<_> = self.templates.state().baked.values().cloned().collect();
         for baked in all {
             self.close_places(&baked).await;
@@ -333,6 +356,8 @@ impl Inner {
     }
 
     pub(super) async fn delete_template(&self, name: &TemplateName) -> Result<()> {
+        // Until it is gone no build begins: that one would write where this one removes.
+        let _no_build = self.templates.building.lock().await;
         if self.templates.running(name.as_str()).is_some() {
             return Err(Error::Conflict(format!("template {name} is being built")));
         }
@@ -379,9 +404,15 @@ impl Inner {
             return;
         }
         let (node, baked) = (Arc::clone(self), Arc::clone(baked));
+        let counted = self.under_way.token();
         tokio::spawn(async move {
+            let _counted = counted;
             tokio::time::sleep(REFILL_PAUSE).await;
             for _ in 0..missing {
+                let _held = node.sources.hold(&node.dir_of(&baked)).await;
+                if baked.places().closed {
+                    return;
+                }
                 let place = node.place(SandboxId::new(), baked.frozen.image()).await;
                 let unwanted = {
                     let mut places = baked.places();

@@ -54,6 +54,8 @@ impl Inner {
             Some(id) => {
                 let id =
                     id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
+                let dir = self.store.snapshot(id);
+                let _held = self.sources.hold(&dir).await;
                 let snapshot = self.snapshot_record(id).await?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
                 self.check_free(RESTORE_DISK_BYTES)?;
@@ -66,7 +68,7 @@ impl Inner {
                     origin: Origin::Restore,
                     ..base
                 };
-                let frozen = self.load(&self.store.snapshot(id)).await?;
+                let frozen = self.load(&dir).await?;
                 clock.lap("load");
                 self.bring_up(record, frozen.as_ref(), None, &mut clock).await
             }
@@ -74,7 +76,7 @@ impl Inner {
                 let name = asked.template.as_deref().unwrap_or("base");
                 let name: TemplateName =
                     name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
-                let baked = self.baked(&name).await?;
+                let (baked, _held) = self.baked(&name).await?;
                 request::shape(&asked, name.as_str(), baked.record.shape)?;
                 self.check_free(RESTORE_DISK_BYTES)?;
                 let record = SandboxRecord {
@@ -197,7 +199,7 @@ impl Inner {
             self.end_live(woken.id, &live).await;
             return Err(error);
         }
-        self.store.remove(source).await?;
+        self.store.remove_or_log(source).await;
         super::log_done("wake", &woken.id.to_string(), &clock.timings());
         let live = Arc::new(live);
         sandbox.set_live(Some(Arc::clone(&live)), |record| *record = woken);
@@ -247,16 +249,21 @@ impl Inner {
         let sandbox = self.sandbox(id)?;
         let _verb = sandbox.verb.lock().await;
         sandbox.decide(Verb::Delete)?;
+        let before = sandbox.record().status;
         sandbox.update(|record| record.status = Status::Stopping);
-        self.delete_claimed(&sandbox).await
+        self.delete_claimed(&sandbox, before).await
     }
 
-    /// Deletes a sandbox that is already `stopping`; call with its verb held.
-    pub(super) async fn delete_claimed(&self, sandbox: &Sandbox) -> Result<()> {
+    /// Deletes a sandbox that is `stopping` and was `before` until then; call with its verb held. On error it
+    /// is as before.
+    pub(super) async fn delete_claimed(&self, sandbox: &Sandbox, before: Status) -> Result<()> {
         let mut clock = Clock::start();
         let record = sandbox.record();
         // Removed from the records first: a crash from here on finishes the removal at the next start.
-        self.records.remove::<SandboxRecord>(vec![record.id.to_string()]).await?;
+        if let Err(error) = self.records.remove::<SandboxRecord>(vec![record.id.to_string()]).await {
+            sandbox.update(|record| record.status = before);
+            return Err(error);
+        }
         clock.lap("record");
         if let Some(live) = sandbox.live() {
             self.end_live(record.id, &live).await;
@@ -264,7 +271,7 @@ impl Inner {
             self.clear_ground(record.id, None).await;
         }
         sandbox.set_live(None, |record| record.status = Status::Deleted);
-        self.store.remove(self.store.hibernated(record.id, record.generation)).await?;
+        self.store.remove_or_log(self.store.hibernated(record.id, record.generation)).await;
         self.unlist(record.id);
         clock.lap("stop");
         super::log_done("delete", &record.id.to_string(), &clock.timings());
@@ -297,7 +304,9 @@ impl Inner {
     pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
         self.snapshot_record(id).await?;
         self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
-        self.store.remove(self.store.snapshot(id)).await
+        let dir = self.store.snapshot(id);
+        let _claim = self.sources.claim(&dir).await;
+        self.store.remove(dir).await
     }
 
     pub(super) async fn snapshot_record(&self, id: SnapshotId) -> Result<SnapshotRecord> {
@@ -322,7 +331,7 @@ impl Inner {
                 Begin::Wait => drop(sandbox.verb.lock().await),
                 Begin::WakeFirst => {
                     let waking = Arc::clone(self);
-                    super::to_the_end(async move { waking.wake(id).await }).await?;
+                    self.to_the_end(async move { waking.wake(id).await }).await?;
                 }
             }
         }

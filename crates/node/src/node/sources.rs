@@ -1,0 +1,69 @@
+//! Directories that machines are thawed from: one that is being read is not removed.
+//!
+//! Removing a snapshot or a template version first takes its name away, so that nobody new finds it, then claims
+//! the directory, which waits for those who hold it. A machine that is up needs it no more: it has links of its own.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
+
+/// As long as it exists, the directory stays.
+pub(super) struct Hold(#[allow(dead_code)] OwnedRwLockReadGuard<()>);
+/// Nobody holds the directory.
+pub(super) struct Claim(#[allow(dead_code)] OwnedRwLockWriteGuard<()>);
+
+/// Who holds which directory.
+#[derive(Default)]
+pub(super) struct Sources {
+    locks: Mutex<HashMap<PathBuf, Weak<RwLock<()>>>>,
+}
+
+impl Sources {
+    /// Keeps a directory. Look whether it is still named after this, not before.
+    pub async fn hold(&self, dir: &Path) -> Hold {
+        Hold(self.lock(dir).read_owned().await)
+    }
+
+    /// Waits until nobody holds a directory whose name was taken away.
+    pub async fn claim(&self, dir: &Path) -> Claim {
+        Claim(self.lock(dir).write_owned().await)
+    }
+
+    fn lock(&self, dir: &Path) -> Arc<RwLock<()>> {
+        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lock) = locks.get(dir).and_then(Weak::upgrade) {
+            return lock;
+        }
+        locks.retain(|_, lock| lock.strong_count() > 0);
+        let lock = Arc::new(RwLock::new(()));
+        locks.insert(dir.into(), Arc::downgrade(&lock));
+        lock
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Sources;
+    use std::{path::Path, time::Duration};
+    use tokio::time::timeout;
+
+    #[tokio::test]
+    async fn a_directory_is_claimed_when_nobody_holds_it() {
+        let (sources, dir, soon) = (Sources::default(), Path::new("/x"), Duration::from_millis(20));
+        let first = sources.hold(dir).await;
+        let second = sources.hold(dir).await;
+        drop(first);
+        assert!(timeout(soon, sources.claim(dir)).await.is_err(), "claimed while held");
+        assert!(timeout(soon, sources.claim(Path::new("/y"))).await.is_ok(), "another directory");
+        drop(second);
+        let claim = timeout(soon, sources.claim(dir)).await;
+        assert!(claim.is_ok());
+        assert!(timeout(soon, sources.hold(dir)).await.is_err(), "held while claimed");
+        drop(claim);
+        drop(sources.hold(Path::new("/z")).await);
+        assert_eq!(sources.locks.lock().map(|locks| locks.len()).ok(), Some(1), "the unused are forgotten");
+    }
+}
