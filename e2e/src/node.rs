@@ -72,7 +72,7 @@ impl Options {
             name: name.into(),
             extra: Vec::new(),
             range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
-            store_gib: 6,
+            store_gib: 4,
         }
     }
 

@@ -11,7 +11,7 @@ use keiki_types::api::{CreateSandbox, ForkSandbox};
 use std::{fs, sync::Arc, time::Duration};
 
 pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<()> {
-    let node = Node::start(&world.places, Options::named("full").store_gib(4)).await?;
+    let node = Node::start(&world.places, Options::named("full").store_gib(3)).await?;
     node.bake().await?;
     let client = node.client.clone().with_retry_budget(Duration::ZERO);
     let sandbox = Sandbox::create(&client).await?;
