@@ -239,3 +239,27 @@ pub async fn one_directory_has_one_node(world: Arc<World>) -> Result<()> {
     ensure!(sandbox.view().await?.status == Status::Running, "the first one suffered");
     sandbox.sh("true").await.map(drop)
 }
+
+/// Told to stop in the middle of things, an ephemeral node leaves nothing.
+pub async fn a_stopping_node_lets_things_end(world: Arc<World>) -> Result<()> {
+    let node = Node::start(&world.places, Options::named("stopping")).await?;
+    let wanted = BuildTemplate { name: "base".into(), ..BuildTemplate::default() };
+    node.client.build_template(&wanted).await?;
+    // The guest boots by now.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    node.finish().await.context("in the middle of a build")?;
+
+    let node = Node::start(&world.places, Options::named("stopping")).await?;
+    node.bake().await?;
+    let parent = Sandbox::create(&node.client).await?;
+    let (client, id) = (node.client.clone(), parent.id);
+    let under_way = tokio::spawn(async move {
+        let (one, four) =
+            (CreateSandbox::default(), ForkSandbox { count: Some(4), ..ForkSandbox::default() });
+        tokio::join!(client.create(&one), client.create(&one), client.fork(id, &four))
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    node.finish().await.context("in the middle of creates and a fork")?;
+    under_way.await?;
+    Ok(())
+}

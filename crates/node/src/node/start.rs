@@ -89,7 +89,7 @@ impl Node {
         }
         // A build that was given up.
         let named = inner.sandboxes().iter().map(|sandbox| sandbox.id).collect();
-        if let Err(error) = inner.clear_unnamed(&named).await {
+        if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
         }
         if !inner.config.ephemeral {
