@@ -41,6 +41,16 @@ impl Node {
             )));
         }
         let store = Store::open(&config.data_dir, &config.run_dir, config.store_gib).await?;
+        match Self::start_on(config, store.clone()).await {
+            Ok(node) => Ok(node),
+            Err(error) => {
+                store.abandon().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
         let engine = choose_engine(&config, &store)?;
         let capabilities = engine.probe().await;
