@@ -82,6 +82,12 @@ impl Options {
         Self { store_gib, ..self }
     }
 
+    /// On the slots of another node, which cannot be.
+    #[must_use]
+    pub fn on_slots_of(self, node: &Node) -> Self {
+        Self { range: node.options.range, ..self }
+    }
+
     /// With more arguments.
     #[must_use]
     pub fn with(mut self, args: &[&str]) -> Self {

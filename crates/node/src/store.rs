@@ -40,6 +40,8 @@ pub struct Store {
     run: PathBuf,
     /// We mounted an image of our own.
     own_image: bool,
+    /// And did so just now, not an earlier node.
+    fresh_mount: bool,
     /// Nobody else uses these directories as long as these are open.
     _locks: Arc<[fs::File; 2]>,
 }
@@ -69,11 +71,19 @@ impl Store {
         let root = data.join("store");
         fs::create_dir_all(&root).with_context(|| format!("cannot create {}", root.display()))?;
         let mut own_image = is_mount_point(&root)?;
+        let was_mounted = own_image;
         if !own_image && !keiki_sys::files::has_reflinks(&root).unwrap_or(false) {
             mount_own_image(data, &root, image_gib).await?;
             own_image = true;
         }
-        let store = Self { data: data.into(), root, run: run.into(), own_image, _locks: locks };
+        let store = Self {
+            data: data.into(),
+            root,
+            run: run.into(),
+            own_image,
+            fresh_mount: own_image && !was_mounted,
+            _locks: locks,
+        };
         for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
             fs::create_dir_all(store.root.join(part))?;
         }
@@ -199,6 +209,15 @@ impl Store {
     pub async fn remove_or_log(&self, dir: PathBuf) {
         if let Err(error) = self.remove(dir).await {
             tracing::error!(error = &error as &dyn std::error::Error, "a directory was left behind");
+        }
+    }
+
+    /// Undoes the opening, for a node that cannot start: nothing runs from what it has just mounted.
+    pub async fn abandon(&self) {
+        if self.fresh_mount
+            && let Err(error) = self.unmount().await
+        {
+            tracing::warn!(error = &error as &dyn std::error::Error, "the store stays mounted");
         }
     }
 

@@ -61,6 +61,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         races::guest_errors_are_no_failures_of_the_node,
         races::one_directory_has_one_node,
         races::building_is_single_flight,
+        races::a_stopping_node_lets_things_end,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
         crash::a_killed_node_finds_its_machines_again,

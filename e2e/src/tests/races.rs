@@ -166,7 +166,7 @@ pub async fn guest_errors_are_no_failures_of_the_node(world: Arc<World>) -> Resu
 
 /// A create while the template is built is told to come back, and one build serves all.
 pub async fn building_is_single_flight(world: Arc<World>) -> Result<()> {
-    let node = Node::start(&world.places, Options::named("building")).await?;
+    let node = Node::start(&world.places, Options::named("building").store_gib(3)).await?;
     let done = single_flight(&node).await;
     node.finish().await?;
     done
@@ -238,4 +238,40 @@ pub async fn one_directory_has_one_node(world: Arc<World>) -> Result<()> {
     ensure!(said.contains("another node is running on"), "{said}");
     ensure!(sandbox.view().await?.status == Status::Running, "the first one suffered");
     sandbox.sh("true").await.map(drop)
+}
+
+/// Told to stop in the middle of things, an ephemeral node leaves nothing.
+pub async fn a_stopping_node_lets_things_end(world: Arc<World>) -> Result<()> {
+    let node = Node::start(&world.places, Options::named("stopping").store_gib(3)).await?;
+    let wanted = BuildTemplate { name: "base".into(), ..BuildTemplate::default() };
+    node.client.build_template(&wanted).await?;
+    // The guest boots by now.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    node.finish().await.context("in the middle of a build")?;
+
+    // One that cannot even start leaves nothing either.
+    let options = Options::named("refused").store_gib(3).on_slots_of(&world.node);
+    let before = std::fs::read_to_string("/proc/mounts")?.matches("/refused/").count();
+    let said = Node::start(&world.places, options).await.err().map(|error| error.to_string());
+    ensure!(said.as_ref().is_some_and(|said| said.contains("collides with")), "{said:?}");
+    let after = std::fs::read_to_string("/proc/mounts")?.matches("/refused/").count();
+    ensure!(before == after, "its store stays mounted");
+
+    let node = Node::start(&world.places, Options::named("stopping").store_gib(3)).await?;
+    node.bake().await?;
+    let parent = Sandbox::create(&node.client).await?;
+    let (client, id) = (node.client.clone(), parent.id);
+    let under_way = tokio::spawn(async move {
+        let (one, four) =
+            (CreateSandbox::default(), ForkSandbox { count: Some(4), ..ForkSandbox::default() });
+        tokio::join!(client.create(&one), client.create(&one), client.fork(id, &four))
+    });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    node.finish().await.context("in the middle of creates and a fork")?;
+    // Made and ended with the node, or told that it stops, or cut off.
+    let (first, second, forked) = under_way.await?;
+    for status in [first.err(), second.err(), forked.err()].iter().flatten().filter_map(Error::status) {
+        ensure!(status == 503, "status {status} of a node that stops");
+    }
+    Ok(())
 }

@@ -92,5 +92,8 @@ pub fn took(timings: &Timings) -> String {
 pub async fn create(client: &Client, request: CreateSandbox) -> Result<Sandbox, Failure> {
     let maker = client.clone();
     let making = async move { maker.create(&request).await };
-    make_or_undo(client, "creating a sandbox", making, |sandbox: &Sandbox| vec![sandbox.id]).await
+    make_or_undo(client, "creating a sandbox", making, async |client: &Client, sandbox: Sandbox| {
+        client.delete(sandbox.id).await
+    })
+    .await
 }

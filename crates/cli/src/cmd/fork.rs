@@ -6,7 +6,10 @@ use crate::{
     exit::{ExitCode, Outcome},
     text::{parse_pair, parse_ttl},
 };
-use keiki_client::api::{ForkSandbox, Forked};
+use keiki_client::{
+    Client,
+    api::{ForkSandbox, Forked},
+};
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -35,8 +38,13 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     };
     let maker = context.client.clone();
     let making = async move { maker.fork(id, &request).await };
-    let children = |forked: &Forked| forked.children.iter().map(|child| child.id).collect();
-    let forked = make_or_undo(&context.client, "forking", making, children).await?;
+    let undo = async |client: &Client, forked: Forked| {
+        for child in forked.children {
+            client.delete(child.id).await?;
+        }
+        Ok(())
+    };
+    let forked = make_or_undo(&context.client, "forking", making, undo).await?;
     context.out.show(&forked, || {
         let ids: Vec<String> = forked.children.iter().map(|child| child.id.to_string()).collect();
         ids.join("\n")

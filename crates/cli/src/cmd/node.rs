@@ -30,6 +30,7 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
     if config.api_keys.is_empty() && !address.ip().is_loopback() {
         tracing::warn!(%address, "no API key is configured and the address is not loopback: requests will get 401");
     }
+    let ephemeral = config.ephemeral;
     let node = Node::start(config).await.map_err(Failure::Daemon)?;
     if let Some(path) = &port_file {
         write_port(path, address.port())?;
@@ -41,7 +42,7 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
         let _ = std::fs::remove_file(path);
     }
     served.map_err(io_error("serving"))?;
-    tracing::info!("stopped; running sandboxes go on");
+    tracing::info!("stopped{}", if ephemeral { "" } else { "; running sandboxes go on" });
     Ok(ExitCode::Success as i32)
 }
 

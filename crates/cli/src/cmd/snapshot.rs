@@ -1,13 +1,12 @@
 //! `keiki snapshot`.
 
-use super::create::took;
+use super::{create::took, verb::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
-    progress::Progress,
-    signals::unless_interrupted,
     text,
 };
+use keiki_client::{Client, api::Snapshot};
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -20,9 +19,10 @@ pub struct Args {
 /// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
-    let progress = Progress::start(format!("taking a snapshot of {id}"));
-    let snapshot = unless_interrupted(async { Ok(context.client.snapshot(id).await?) }).await?;
-    drop(progress);
+    let taker = context.client.clone();
+    let taking = async move { taker.snapshot(id).await };
+    let undo = async |client: &Client, taken: Snapshot| client.delete_snapshot(taken.id).await;
+    let snapshot = make_or_undo(&context.client, "taking a snapshot", taking, undo).await?;
     context.out.show(&snapshot, || snapshot.id.to_string())?;
     if !context.out.is_json() {
         let timings = snapshot.timings.clone().unwrap_or_default();

@@ -61,12 +61,12 @@ impl Tree {
         }
         for sandbox in sandboxes {
             let template = root(&sandbox.template, &sandbox.template_version);
-            let parent =
-                match (sandbox.parent_sandbox_id, sandbox.from_snapshot.or(sandbox.parent_snapshot_id)) {
-                    (Some(id), _) => Being::Sandbox(id),
-                    (None, Some(id)) => Being::Snapshot(id),
-                    (None, None) => template.clone(),
-                };
+            // Not its `parent_snapshot_id`: after a snapshot that is one of its own.
+            let parent = match (sandbox.parent_sandbox_id, sandbox.from_snapshot) {
+                (Some(id), _) => Being::Sandbox(id),
+                (None, Some(id)) => Being::Snapshot(id),
+                (None, None) => template.clone(),
+            };
             tree.link(&template, parent, Being::Sandbox(sandbox.id));
         }
         for snapshot in snapshots {
@@ -103,7 +103,8 @@ impl Tree {
         let mut lines = Vec::new();
         let mut drawn = BTreeSet::new();
         let roots = self.labels.keys().filter(|being| !self.has_parent.contains(*being));
-        for root in roots {
+        // Whatever a circle hides comes last.
+        for root in roots.chain(self.labels.keys()) {
             self.branch(root, &mut lines, &mut drawn);
         }
         lines.join("\n")
@@ -188,6 +189,18 @@ base@0123456789ab
     }
 
     #[test]
+    fn a_sandbox_does_not_hang_from_its_own_snapshot() {
+        let parent = Sandbox { parent_snapshot_id: id(10).parse().ok(), ..sandbox(1, None, None, "create") };
+        let child = Sandbox { parent_snapshot_id: id(10).parse().ok(), ..sandbox(2, Some(1), None, "fork") };
+        let expected = "\
+base@0123456789ab
+└── 000000000001 running
+    ├── snapshot 000000000010
+    └── 000000000002 running, fork";
+        assert_eq!(draw(&[parent, child], &[snapshot(10, 1, None)]), expected);
+    }
+
+    #[test]
     fn ancestors_that_are_gone_keep_their_descendants_together() {
         let sandboxes = [sandbox(2, Some(1), None, "fork"), sandbox(3, Some(1), None, "fork")];
         let expected = "\
@@ -210,7 +223,7 @@ base@0123456789ab
     fn nothing_and_contradictions_end() {
         assert_eq!(draw(&[], &[]), "");
         let circle = [sandbox(1, Some(2), None, "fork"), sandbox(2, Some(1), None, "fork")];
-        // A circle has no root; drawing it must only end.
-        draw(&circle, &[]);
+        // A circle has no root; it is drawn all the same, once.
+        assert_eq!(draw(&circle, &[]).lines().count(), 2);
     }
 }

@@ -35,12 +35,12 @@ pub async fn each<F: Future<Output = Result<Sandbox>>>(
 /// What was given up may be made all the same: how long to wait for it, to remove it.
 const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// Makes sandboxes. If a signal comes meanwhile, those that were made after all are removed.
+/// Makes something. If a signal comes meanwhile, what was made after all is undone.
 pub async fn make_or_undo<T: Send + 'static>(
     client: &Client,
     doing: &str,
     make: impl Future<Output = Result<T>> + Send + 'static,
-    made: impl Fn(&T) -> Vec<SandboxId>,
+    undo: impl AsyncFnOnce(&Client, T) -> Result<()>,
 ) -> Result<T, Failure> {
     let progress = Progress::start(doing);
     let mut making = tokio::spawn(make);
@@ -53,11 +53,7 @@ pub async fn make_or_undo<T: Send + 'static>(
     };
     progress.step(format!("interrupted while {doing}; removing what is being made"));
     match tokio::time::timeout(GIVE_UP, &mut making).await {
-        Ok(Ok(Ok(things))) => {
-            for id in made(&things) {
-                client.delete(id).await?;
-            }
-        }
+        Ok(Ok(Ok(thing))) => undo(client, thing).await?,
         Ok(_) => {}
         Err(_) => making.abort(),
     }

@@ -41,6 +41,16 @@ impl Node {
             )));
         }
         let store = Store::open(&config.data_dir, &config.run_dir, config.store_gib).await?;
+        match Self::start_on(config, store.clone()).await {
+            Ok(node) => Ok(node),
+            Err(error) => {
+                store.abandon().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
         let engine = choose_engine(&config, &store)?;
         let capabilities = engine.probe().await;
@@ -89,7 +99,7 @@ impl Node {
         }
         // A build that was given up.
         let named = inner.sandboxes().iter().map(|sandbox| sandbox.id).collect();
-        if let Err(error) = inner.clear_unnamed(&named).await {
+        if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
         }
         if !inner.config.ephemeral {

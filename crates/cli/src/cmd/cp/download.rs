@@ -62,7 +62,11 @@ async fn tree(copier: &mut Copier, from: &str, to: &Path, mode: u32) -> Result<(
             }
             let (from, to) = (join(&dir, &entry.name), target.join(&entry.name));
             match (entry.is_dir, entry.kind.as_str(), &entry.target) {
-                (true, ..) => waiting.push((from, to, mode_of(&entry))),
+                (true, ..) if !entry.name.contains(char::REPLACEMENT_CHARACTER) => {
+                    waiting.push((from, to, mode_of(&entry)))
+                }
+                // The bytes of its name are no text, so it cannot be asked for.
+                _ if entry.name.contains(char::REPLACEMENT_CHARACTER) => copier.copied.skipped.push(from),
                 (_, "file", _) => file(copier, &from, &to, mode_of(&entry)).await?,
                 (_, "symlink", Some(points)) => symlink(copier, points, &to).await?,
                 _ => copier.copied.skipped.push(from),
