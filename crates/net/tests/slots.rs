@@ -6,7 +6,7 @@ mod common;
 use anyhow::{Result, ensure};
 use common::{
     Guest, HOST, LINK_LOCAL, NEVER, PORT, PRIVATE, Reply, SERVER, SOON, Sender, World, ahead, mac, myself,
-    received, root, run, start,
+    packet, received, root, run, start,
 };
 use keiki_net::{EgressPolicy, Error, Slots, SlotsConfig, check};
 use keiki_protocol::net::{GATEWAY, GUEST, GUEST_MAC};
@@ -342,6 +342,135 @@ async fn nodes_share_a_host_but_not_a_range() -> Result<()> {
     let range = checks.iter().find(|check| check.name == "slot range");
     assert!(range.is_some_and(|check| !check.ok && check.detail.contains("node a0e7")), "{checks:#?}");
     assert!(check("10.217.0.0/24".parse()?, Some(&world.tag)).iter().all(|check| check.ok));
+    slots.stop(&[]).await;
+    Ok(())
+}
+
+const IPV4: [u8; 2] = [8, 0];
+const ARP: [u8; 2] = [8, 6];
+
+/// A UDP datagram to the echo port.
+fn datagram(content: &[u8]) -> Vec<u8> {
+    let length = 8 + content.len() as u16;
+    let head: Vec<u8> = [50_000, PORT, length, 0].into_iter().flat_map(u16::to_be_bytes).collect();
+    [&head, content].concat()
+}
+
+/// A guest whose root makes its frames by hand.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frames_made_by_hand_get_nowhere() -> Result<()> {
+    if !root() {
+        return Ok(());
+    }
+    let world = World::new("a0e9")?;
+    let slots = start(world.config("10.219.0.0/24")?).await?;
+    let (one, two) = (slots.take().await?, slots.take().await?);
+    let (mut guest, mut other) = (Guest::boot(&one)?, Guest::boot(&two)?);
+    let name = format!("keiki-{}-{}", world.tag, one.index());
+    let state = || run(&format!("ip -n {name} route; ip -n {name} -4 neigh show dev tap0"));
+    assert_eq!(heard(guest.udp(ECHO, b"hello", SOON)?)?, format!("{HOST} 5"));
+    let (before, heard_before) = (state()?, world.heard.load(Ordering::SeqCst));
+    let (me, gateway, all) = (myself().mac, mac(keiki_protocol::net::GATEWAY_MAC), [0xff; 6]);
+
+    // ARP: as the gateway, as a neighbour, with another's hardware address inside.
+    for (inside, address) in [(me, GATEWAY), (me, Ipv4Addr::new(9, 9, 9, 9)), ([2, 0, 0, 0, 0, 9], GUEST)] {
+        for operation in [1, 2] {
+            let head = [0, 1, 8, 0, 6, 4, 0, operation];
+            let body = [&head[..], &inside, &address.octets(), &gateway, &GATEWAY.octets()].concat();
+            guest.raw(&all, me, ARP, &body)?;
+        }
+    }
+    // IPv6, tagged frames, frames of other kinds, and none at all.
+    let mut six = vec![0x60, 0, 0, 0, 0, 0, 59, 64];
+    six.extend([0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2]);
+    six.extend([0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+    let blocked = packet(PRIVATE, 17, 0, &[], &datagram(b"x"));
+    guest.raw(&[0x33, 0x33, 0, 0, 0, 1], me, [0x86, 0xdd], &six)?;
+    guest.raw(&gateway, me, [0x81, 0], &[&[0, 5, 8, 0][..], &blocked].concat())?;
+    guest.raw(&gateway, me, [0x88, 0xa8], &[&[0, 5, 0x81, 0, 0, 5, 8, 0][..], &blocked].concat())?;
+    guest.raw(&gateway, me, [0x88, 0x63], &blocked)?;
+    guest.raw(&all, me, IPV4, &blocked)?;
+    // In pieces: whole, the first alone, the last alone.
+    let whole = datagram(&[7; 24]);
+    for (fragment, part) in [(0x2000, &whole[..16]), (2, &whole[16..])] {
+        for to in [PRIVATE, LINK_LOCAL, HOST, two.outside()] {
+            guest.raw(&gateway, me, IPV4, &packet(to, 17, fragment, &[], part))?;
+        }
+    }
+    // By way of an allowed address, or of the gateway: loose and strict source routes.
+    for kind in [131, 137] {
+        let route = [&[kind, 7, 4][..], &PRIVATE.octets(), &[0]].concat();
+        for to in [SERVER, GATEWAY] {
+            guest.raw(&gateway, me, IPV4, &packet(to, 17, 0, &route, &datagram(b"routed")))?;
+        }
+    }
+    // Redirects, and answers to nothing.
+    let about = packet(SERVER, 17, 0, &[], &datagram(b"x"));
+    for (kind, code) in [(5, 1), (5, 0), (3, 4), (9, 0), (13, 0), (17, 0)] {
+        let mut message = [&[kind, code, 0, 0][..], &GUEST.octets(), &about[..28]].concat();
+        let sum =
+            message.chunks(2).fold(0_u32, |sum, pair| sum + (u32::from(pair[0]) << 8 | u32::from(pair[1])));
+        let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
+        message[2..4].copy_from_slice(&sum.to_be_bytes());
+        for to in [GATEWAY, HOST] {
+            guest.raw(&gateway, me, IPV4, &packet(to, 1, 0, &[], &message))?;
+        }
+    }
+    // Cut short, and with lengths that lie.
+    for length in [0, 1, 14, 20] {
+        guest.raw(&gateway, me, IPV4, &blocked[..length])?;
+    }
+    tokio::time::sleep(NEVER).await;
+    assert_eq!(world.heard.load(Ordering::SeqCst), heard_before, "something arrived");
+    assert!(world.on_host.recv(&mut [0; 64]).is_err(), "the host heard a guest");
+    assert_eq!(state()?, before, "routes or neighbours changed");
+    // In pieces to where it may go: that is no attack, and works.
+    for (fragment, part) in [(0x2000, &whole[..16]), (2, &whole[16..])] {
+        guest.raw(&gateway, me, IPV4, &packet(SERVER, 17, fragment, &[], part))?;
+    }
+    let clock = Instant::now();
+    while world.heard.load(Ordering::SeqCst) == heard_before {
+        ensure!(clock.elapsed() < SOON, "a datagram in pieces was lost");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(heard(other.udp(ECHO, b"me too", SOON)?)?, format!("{HOST} 6"));
+    slots.stop(&[]).await;
+    Ok(())
+}
+
+/// More flows than a guest may have: they end at its bound, and its neighbour does not notice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flows_without_end_are_the_guests_own_trouble() -> Result<()> {
+    if !root() {
+        return Ok(());
+    }
+    let world = World::new("a0ea")?;
+    let slots = start(world.config("10.220.0.0/24")?).await?;
+    let (one, two) = (slots.take().await?, slots.take().await?);
+    let (mut guest, mut other) = (Guest::boot(&one)?, Guest::boot(&two)?);
+    let before = world.heard.load(Ordering::SeqCst);
+    let gateway = mac(keiki_protocol::net::GATEWAY_MAC);
+    let clock = Instant::now();
+    let mut sent = 0;
+    while clock.elapsed() < Duration::from_secs(4) {
+        for _ in 0..100 {
+            sent += 1;
+            let mut flow = datagram(b"x");
+            flow[..2].copy_from_slice(&(10_000 + sent as u16).to_be_bytes());
+            guest.raw(&gateway, myself().mac, IPV4, &packet(SERVER, 17, 0, &[], &flow))?;
+        }
+        assert!(matches!(other.udp(ECHO, b"mine", SOON)?, Reply::Udp(_)), "the neighbour was cut off");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let others = run(&format!(
+        "ip netns exec keiki-{}-{} cat /proc/sys/net/netfilter/nf_conntrack_count",
+        world.tag,
+        one.index()
+    ))?;
+    let open: u64 = others.trim().parse()?;
+    println!("{sent} sent, {} heard, {open} flows open", world.heard.load(Ordering::SeqCst) - before);
+    ensure!(sent > 4096, "only {sent} were tried");
+    ensure!(open <= 2048 + 64, "{open} flows are open");
     slots.stop(&[]).await;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! What this machine can do, and how to mend what is missing. Looks only; changes nothing but temporary files.
 
 mod host;
+mod limits;
 mod memory;
 mod network;
 mod programs;
@@ -59,6 +60,7 @@ pub fn all(data_dir: &Path) -> Vec<Check> {
     checks.extend(programs::checks());
     checks.extend(storage::checks(data_dir));
     checks.extend(memory::checks());
+    checks.extend(limits::checks());
     checks.extend(network::checks());
     checks
 }

@@ -124,7 +124,10 @@ fn check_header(header: &[u8; 104], disk: u64) -> std::result::Result<(), &'stat
         () if backing != 0 && backing_len != 0 => Err("names a backing file"),
         () if encryption != 0 => Err("is encrypted"),
         // Bit 0 says it was not closed: the case for every layer of a running machine's ancestor.
-        () if incompatible & !1 != 0 => Err("needs features that our layers do not have"),
+        // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its own.
+        () if incompatible & !1 != 0 || number(88, 8) != 0 => {
+            Err("needs features that our layers do not have")
+        }
         () if snapshots != 0 => Err("has internal snapshots"),
         () if cluster_bits != 16 => Err("has clusters of another size than 64 KiB"),
         () if size != disk => Err("is for a disk of another size"),
@@ -153,7 +156,9 @@ mod tests {
         assert_eq!(check_header(&bad_name, disk), Ok(()));
         bad_name[19] = 9;
         assert!(check_header(&bad_name, disk).is_err());
-        for (at, value) in [(0, 1), (7, 2), (23, 9), (35, 1), (63, 1), (79, 4), (72, 1)] {
+        for (at, value) in
+            [(0, 1), (7, 2), (23, 9), (35, 1), (63, 1), (79, 4), (79, 8), (72, 1), (95, 1), (95, 2)]
+        {
             let mut bad = good();
             bad[at] = value;
             assert!(check_header(&bad, disk).is_err(), "byte {at}");

@@ -11,7 +11,7 @@
 //! - `args`: the command line, and the digest of what the guest sees of it
 //! - `process`, `qmp`, `console`: a monitor, its control socket, its console
 //! - `disk`: layers and block nodes
-//! - `jail`: what a monitor may touch
+//! - `jail`: what a monitor may touch; `cgroup`: how much of the host it may use
 //! - `machine`: a machine that runs
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
@@ -23,6 +23,7 @@
 
 mod adopt;
 mod args;
+mod cgroup;
 mod chain;
 mod console;
 mod disk;
@@ -157,7 +158,7 @@ impl Engine for Qemu {
         .await;
         let (usable, version, note) = match (version, store) {
             (Ok(version), Ok(jail)) => {
-                (true, version, format!("software emulation, works everywhere; {jail}"))
+                (true, version, format!("software emulation, works everywhere; {jail}; {}", cgroup::note()))
             }
             (Ok(version), Err(error)) => (false, version, sentence(&error)),
             (Err(error), _) => (false, String::new(), sentence(&error)),

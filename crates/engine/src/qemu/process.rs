@@ -7,6 +7,7 @@
 use super::{
     Host,
     args::{Inherited, Launch, Sockets, command_line},
+    cgroup,
     jail::{self, User},
     qmp::Qmp,
 };
@@ -86,6 +87,9 @@ impl Monitor {
         })
         .await?;
         let process = Arc::new(process);
+        if user.is_some() {
+            cgroup::confine(launch.resources, launch.shape, process.pid());
+        }
         match Self::attach(Arc::clone(&process), launch.resources, stderr, user).await {
             Ok(monitor) => Ok(monitor),
             Err(error) => {

@@ -83,6 +83,7 @@ pub(super) fn clear(resources: &Resources) -> Result<()> {
         }
         _ => {}
     }
+    super::cgroup::remove(resources);
     // Last: while it is there, whoever looks knows that something may be left.
     super::process::remove_file(&record)
 }

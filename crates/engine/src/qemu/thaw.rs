@@ -29,6 +29,9 @@ use std::{
 /// How long loading a device state may take.
 const LOAD: Duration = Duration::from_secs(30);
 
+/// How long a monitor that failed may take to end by itself.
+const LAST_WORDS: Duration = Duration::from_millis(300);
+
 /// A monitor that waits.
 pub(super) struct QemuSeat {
     pub(super) resources: Resources,
@@ -243,7 +246,9 @@ impl Frozen for QemuFrozen {
         let started = match machine {
             Ok(machine) => start(&machine).await.map(|()| machine),
             Err((monitor, error)) => {
-                let error = monitor.has_ended().map_or(error, EngineError::Ended);
+                // Its last words say more than that its socket closed.
+                let ended = tokio::time::timeout(LAST_WORDS, monitor.wait()).await;
+                let error = ended.map_or(error, EngineError::Ended);
                 end(monitor, seat.resources.clone()).await;
                 return Err(error);
             }

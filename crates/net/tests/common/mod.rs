@@ -220,6 +220,11 @@ impl Guest {
         Ok(Self { tap, next_port: 40_000 })
     }
 
+    /// Puts a frame on the wire as it is.
+    pub fn raw(&mut self, to: &[u8], from: [u8; 6], kind: [u8; 2], payload: &[u8]) -> Result<()> {
+        Ok(self.tap.write_all(&[to, &from, &kind, payload].concat())?)
+    }
+
     /// Sends a datagram and waits for the answer to it.
     pub fn udp(&mut self, to: (Ipv4Addr, u16), data: &[u8], wait: Duration) -> Result<Reply> {
         self.udp_as(&myself(), to, data, wait)
@@ -326,6 +331,23 @@ fn read(frame: &[u8], port: u16) -> Option<Reply> {
 
 fn short(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// An IPv4 packet of the guest with these flags and offset, options and content.
+pub fn packet(to: Ipv4Addr, protocol: u8, fragment: u16, options: &[u8], content: &[u8]) -> Vec<u8> {
+    let words = 5 + options.len() as u8 / 4;
+    let mut packet = vec![0x40 | words, 0];
+    packet.extend((u16::from(words) * 4 + content.len() as u16).to_be_bytes());
+    packet.extend([0, 77]);
+    packet.extend(fragment.to_be_bytes());
+    packet.extend([64, protocol, 0, 0]);
+    packet.extend(GUEST.octets());
+    packet.extend(to.octets());
+    packet.extend(options);
+    let sum = checksum(&packet);
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    packet.extend(content);
+    packet
 }
 
 fn checksum(bytes: &[u8]) -> u16 {

@@ -60,6 +60,7 @@ impl Node {
                 capabilities.kind, capabilities.note
             )));
         }
+        tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
         let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);

@@ -142,6 +142,51 @@ fn a_bad_manifest_is_not_written() -> Outcome {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
+    /// What is written is read again, whatever the fields, and nothing that would not be read is written.
+    #[test]
+    fn any_manifest_makes_the_round_trip(
+        (vcpus, memory_mib, disk_mib) in (0..4_u8, 0..4_u32, any::<u32>()),
+        names in proptest::collection::vec("[ -~]{0,12}|[a-z0-9]{1,8}", 0..4),
+        (version, created_at) in (".*", ".*"),
+    ) {
+        let dir = tempfile::tempdir()?;
+        make(dir.path()).map_err(|e| proptest::test_runner::TestCaseError::fail(e.to_string()))?;
+        let layers: Vec<_> = names.iter().enumerate().map(|(index, name)| {
+            let format = if index == 0 { Format::Raw } else { Format::Qcow2 };
+            DiskLayer { name: name.clone(), format, bytes: 3 }
+        }).collect();
+        let wanted = Manifest {
+            created_at,
+            made_by: Made { version, ..manifest().made_by },
+            shape: Shape { vcpus, memory_mib, disk_mib },
+            memory: Memory { bytes: u64::from(memory_mib) << 20 },
+            layers,
+            ..manifest()
+        };
+        if write_manifest(dir.path(), &wanted).is_ok() {
+            fs::File::create(dir.path().join(MEMORY_FILE))?.set_len(wanted.memory.bytes)?;
+            for layer in &wanted.layers {
+                fs::write(dir.path().join(LAYERS_DIR).join(&layer.name), "abc")?;
+            }
+            let read = open(dir.path());
+            proptest::prop_assert_eq!(read.ok(), Some(wanted));
+        } else {
+            // Nothing was replaced.
+            proptest::prop_assert_eq!(open(dir.path()).ok(), Some(manifest()));
+        }
+    }
+
+    /// A device state with any byte changed is refused.
+    #[test]
+    fn any_changed_state_is_refused(at in 0..STATE.len(), change in 1_u8..) {
+        let dir = tempfile::tempdir()?;
+        make(dir.path()).map_err(|e| proptest::test_runner::TestCaseError::fail(e.to_string()))?;
+        let mut state = STATE.to_vec();
+        state[at] ^= change;
+        fs::write(dir.path().join(STATE_FILE), state)?;
+        proptest::prop_assert!(matches!(open(dir.path()), Err(SnapshotError::Refused(_))));
+    }
+
     /// No text panics the reader, and only the true one opens.
     #[test]
     fn any_changed_byte_is_survived(at in any::<proptest::sample::Index>(), byte: u8) {
