@@ -62,7 +62,7 @@ start_node() {
     trap stop_node EXIT
     mkdir -p "$home"
     "$bin/keiki" node --data-dir "$home/data" --run-dir "$NODE_RUN/r" --cache-dir "$KEIKI_IMAGE_CACHE" \
-        --guest-binary "$bin/keiki-guest" --listen 127.0.0.1:0 --port-file "$NODE_RUN/port" --store-gib 8 \
+        --guest-binary "$bin/keiki-guest" --listen 127.0.0.1:0 --port-file "$NODE_RUN/port" --store-gib "${KEIKI_STORE_GIB:-8}" \
         --slot-range "${KEIKI_SLOT_RANGE:-10.211.0.0/16}" --ephemeral </dev/null >"$home/node.out" 2>"$home/node.log" &
     NODE_PID=$!
     local tries=0

@@ -12,7 +12,10 @@ use std::{
     fs, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 use tokio::{io::Interest, time::timeout};
@@ -39,6 +42,7 @@ pub struct Group {
     path: PathBuf,
     directory: OwnedFd,
     events: OwnedFd,
+    killed: AtomicBool,
 }
 
 impl Group {
@@ -50,7 +54,7 @@ impl Group {
         let opened = open(&path, OFlags::PATH | OFlags::DIRECTORY)
             .and_then(|directory| Ok((directory, open(&path.join("cgroup.events"), OFlags::RDONLY)?)));
         match opened {
-            Ok((directory, events)) => Ok(Self { path, directory, events }),
+            Ok((directory, events)) => Ok(Self { path, directory, events, killed: AtomicBool::new(false) }),
             Err(error) => {
                 // Nobody is in it yet.
                 let _ = fs::remove_dir(&path);
@@ -70,14 +74,22 @@ impl Group {
         rustix::io::pread(&self.events, &mut text, 0).is_ok_and(|got| says(&text[..got], b"populated 0"))
     }
 
-    /// Did user work make groups below it?
-    pub fn has_groups(&self) -> bool {
+    /// Is it as good as new, once it is empty? Not if user work made groups below it. Nor if it was killed:
+    /// Linux compares how often that was with the agent's own group and kills the next one started into it.
+    pub fn is_reusable(&self) -> bool {
         // A directory's own two links, and one for each directory in it.
-        rustix::fs::fstat(&self.directory).map_or(true, |stat| stat.st_nlink > 2)
+        let is_alone = rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_nlink <= 2);
+        is_alone && !self.killed.load(Ordering::Relaxed)
+    }
+
+    /// Not to be used again: it may have been killed by itself.
+    pub fn wear_out(&self) {
+        self.killed.store(true, Ordering::Relaxed);
     }
 
     /// Kills every process in it.
     pub fn kill(&self) -> io::Result<()> {
+        self.wear_out();
         fs::write(self.path.join("cgroup.kill"), "1")
     }
 

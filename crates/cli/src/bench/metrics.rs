@@ -5,7 +5,7 @@ use crate::{exit::Failure, owned::Owned, printer::Printer, progress::Progress};
 use futures::{StreamExt, future::try_join_all};
 use keiki_client::{
     Client, SandboxId, TemplateName,
-    api::{ExecRequest, ForkSandbox},
+    api::{ExecRequest, ForkSandbox, Timings},
 };
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -30,6 +30,14 @@ const MIB: f64 = 1_048_576.0;
 /// Children of which the memory is looked at, and how long they do nothing before.
 const IDLE_CHILDREN: i64 = 4;
 const IDLE: Duration = Duration::from_secs(2);
+/// Between samples, so that what the node prepares ahead is there again, as on a node that is not overrun.
+const REST: Duration = Duration::from_millis(500);
+/// Commands before the first that counts: an emulated processor has to meet the code once.
+const WARM_EXECS: usize = 20;
+/// Commands are short and vary: so many for each sample of the others.
+const EXECS: usize = 10;
+/// What a create does one after the other until the vCPUs run, as its step times name it.
+const TO_RUNNING: [&str; 4] = ["admit", "record", "place", "thaw"];
 
 fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
@@ -47,6 +55,13 @@ pub async fn first_event(client: &Client, id: SandboxId) -> Result<(), Failure> 
     }
 }
 
+/// From the request to running vCPUs, by the node's own clock.
+fn until_running(timings: &Timings) -> Option<f64> {
+    let thaw = timings.steps.iter().position(|step| step.name == "thaw")?;
+    let steps = timings.steps[..=thaw].iter().filter(|step| TO_RUNNING.contains(&step.name.as_str()));
+    Some(steps.map(|step| step.ms).sum())
+}
+
 impl Bench<'_> {
     /// Measures.
     pub async fn run(&self) -> Result<Report, Failure> {
@@ -56,7 +71,8 @@ impl Bench<'_> {
             results.extend(self.creates().await?);
         }
         if self.wants(&[Metric::ExecRoundtrip]) {
-            results.extend(self.exec_roundtrip().await?);
+            results.extend(self.exec_roundtrip("idle").await?);
+            results.extend(self.exec_roundtrip("dirtying").await?);
         }
         if self.wants(&[Metric::ForkPause, Metric::ForkFirstExec]) {
             results.extend(self.forks("idle").await?);
@@ -99,11 +115,12 @@ impl Bench<'_> {
         let (mut thaws, mut firsts, mut kills) = (Vec::new(), Vec::new(), Vec::new());
         for at in 0..self.n {
             self.say("create", at);
+            tokio::time::sleep(REST).await;
             let start = Instant::now();
             let sandbox = self.client.create(&self.owned.request()).await?;
             first_event(self.client, sandbox.id).await?;
             firsts.push(ms(start));
-            thaws.extend(sandbox.timings.and_then(|timings| timings.thaw_ms));
+            thaws.extend(sandbox.timings.as_ref().and_then(until_running));
             let start = Instant::now();
             self.client.delete(sandbox.id).await?;
             kills.push(ms(start));
@@ -120,17 +137,23 @@ impl Bench<'_> {
             .collect())
     }
 
-    async fn exec_roundtrip(&self) -> Result<Option<Measured>, Failure> {
+    async fn exec_roundtrip(&self, guest: &str) -> Result<Option<Measured>, Failure> {
         let id = self.warm().await?;
+        if guest == "dirtying" {
+            Dirtier::start(self.client, id).await?.spin().await?;
+        }
         let mut samples = Vec::new();
-        for at in 0..self.n {
-            self.say("exec", at);
+        for at in 0..WARM_EXECS + self.n * EXECS {
+            if at % EXECS == 0 {
+                self.progress.say(format!("exec, {guest} guest: {at}"));
+            }
             let start = Instant::now();
             self.client.exec(id, &true_command()).await?;
             samples.push(ms(start));
         }
         self.client.delete(id).await?;
-        Ok(Measured::new("exec_roundtrip", "ms", json!({}), &samples))
+        let params = json!({"guest": guest, "after": WARM_EXECS});
+        Ok(Measured::new("exec_roundtrip", "ms", params, &samples[WARM_EXECS..]))
     }
 
     /// The RAM is dirtied anew before each fork, since each fork makes a new base; while it spins, that goes on
@@ -146,9 +169,10 @@ impl Bench<'_> {
             self.say(&format!("fork, {guest} guest"), at);
             if guest == "idle" {
                 dirtier.dirty().await?;
+                tokio::time::sleep(REST).await;
             } else {
                 // Long enough to have touched most of it again.
-                tokio::time::sleep(Duration::from_millis(500)).await;
+                tokio::time::sleep(REST).await;
             }
             let start = Instant::now();
             let forked = self.client.fork(id, &ForkSandbox::default()).await?;
@@ -176,6 +200,7 @@ impl Bench<'_> {
         let mut samples = Vec::new();
         for at in 0..self.n {
             self.say("fork of eight", at);
+            tokio::time::sleep(REST).await;
             let start = Instant::now();
             let request = ForkSandbox { count: Some(8), ..Default::default() };
             let forked = self.client.fork(id, &request).await?;
@@ -212,6 +237,7 @@ impl Bench<'_> {
         let mut samples = Vec::new();
         for at in 0..self.n {
             self.say("snapshot", at);
+            tokio::time::sleep(REST).await;
             let start = Instant::now();
             let snapshot = self.client.snapshot(id).await?;
             samples.push(ms(start));
@@ -229,5 +255,29 @@ impl Bench<'_> {
             self.out.note("cold_boot: left out, the node does not tell how long the bake of `base` booted");
         }
         Ok(boot.and_then(|ms| Measured::new("cold_boot", "ms", json!({"template": "base"}), &[ms])))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::until_running;
+    use keiki_client::api::{Step, Timings};
+
+    #[test]
+    fn what_is_timed_within_a_step_counts_once_and_what_follows_not_at_all() {
+        let steps = [
+            ("admit", 1.0),
+            ("record", 2.0),
+            ("place", 4.0),
+            ("load", 3.0),
+            ("run", 5.0),
+            ("thaw", 8.0),
+            ("connect", 16.0),
+            ("record", 32.0),
+        ];
+        let steps = steps.map(|(name, ms)| Step { name: name.into(), ms }).into();
+        let timings = Timings { steps, ..Timings::default() };
+        assert_eq!(until_running(&timings), Some(15.0));
+        assert_eq!(until_running(&Timings::default()), None);
     }
 }

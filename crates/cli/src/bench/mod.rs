@@ -24,7 +24,7 @@ pub enum Metric {
     CreateFirstExec,
     /// Delete: everything freed
     Kill,
-    /// `true` in a running sandbox
+    /// `true` in a running sandbox; idle and dirtying
     ExecRoundtrip,
     /// Fork: how long vCPUs and user processes stood still, 64 MiB freshly dirtied; idle and dirtying
     ForkPause,

@@ -39,6 +39,8 @@ const MAX_ENDED: usize = 128;
 const MAX_ENDED_BYTES: usize = 8 << 20;
 const MAX_ENDED_AGE: Duration = Duration::from_secs(120);
 const MAX_ID: usize = 64;
+/// The code of a command that SIGKILL ended.
+const KILLED: i32 = 128 + 9;
 /// Empty groups kept.
 const MAX_SPARE: usize = 8;
 /// Turns of the runtime that a command's last words take to the port.
@@ -213,6 +215,9 @@ impl Execs {
             for _ in 0..AFTER_THE_END {
                 yield_now().await;
             }
+            if watched.ended().is_none_or(|(exit, _)| exit.code == KILLED) {
+                watched.with_group(Group::wear_out);
+            }
             match watched.give_back_group() {
                 Some((group, true)) => execs.keep(group),
                 Some((group, false)) => lock(&execs.lingering).push(group),
@@ -340,7 +345,7 @@ impl Execs {
     /// Keeps a group that is empty and nobody's for the next command.
     fn keep(&self, group: Arc<Group>) {
         let mut spare = lock(&self.spare);
-        if spare.len() < MAX_SPARE && !group.has_groups() {
+        if spare.len() < MAX_SPARE && group.is_reusable() {
             return spare.push(group);
         }
         drop(spare);
