@@ -63,6 +63,7 @@ pub struct Options {
     extra: Vec<String>,
     range: u8,
     store_gib: u32,
+    listen: String,
 }
 
 impl Options {
@@ -73,6 +74,7 @@ impl Options {
             extra: Vec::new(),
             range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
             store_gib: 4,
+            listen: "127.0.0.1:0".into(),
         }
     }
 
@@ -86,6 +88,12 @@ impl Options {
     #[must_use]
     pub fn on_slots_of(self, node: &Node) -> Self {
         Self { range: node.options.range, ..self }
+    }
+
+    /// At another address.
+    #[must_use]
+    pub fn listen(self, listen: &str) -> Self {
+        Self { listen: listen.into(), ..self }
     }
 
     /// With more arguments.
@@ -126,7 +134,7 @@ impl Node {
         let log = fs::OpenOptions::new().create(true).append(true).open(home.join("node.log"))?;
         let range = format!("10.{}", options.range);
         let mut child = Command::new(places.bin.join("keiki"))
-            .args(["node", "--listen", "127.0.0.1:0", "--ephemeral", "--engine", "qemu"])
+            .args(["node", "--listen", &options.listen, "--ephemeral", "--engine", "qemu"])
             .args(["--store-gib", &options.store_gib.to_string()])
             .arg("--data-dir")
             .arg(&data)

@@ -76,7 +76,12 @@ pub async fn a_key_is_required_where_one_is_set(world: Arc<World>) -> Result<()>
         node.client.clone().with_api_key("right-key").list(false).await?;
         Ok(())
     };
-    let done = checked.await;
+    let done: Result<()> = checked.await;
+    node.finish().await?;
+    done?;
+    // Without a key, and not on loopback: nobody is trusted.
+    let node = Node::start(&world.places, Options::named("open").listen("0.0.0.0:0")).await?;
+    let done = refused(node.client.list(false).await, 401, "API key");
     node.finish().await?;
     done
 }

@@ -93,6 +93,8 @@ pub(crate) struct Inner {
     store: Store,
     engine: Arc<dyn Engine>,
     engine_version: String,
+    /// No key is configured and only this host can reach the API.
+    trusts_all: bool,
     slots: Slots,
     admission: Admission,
     /// Machines being started or released at once: more than a few per CPU would only make all of them late.
@@ -189,7 +191,7 @@ impl Node {
             let key = key.unwrap_or_default().as_bytes();
             known.len() == key.len() && known.bytes().zip(key).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
         };
-        if keys.is_empty() || keys.iter().any(same) { Ok(()) } else { Err(Error::Unauthorized) }
+        if self.inner.trusts_all || keys.iter().any(same) { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
     /// Makes a sandbox from a template or a snapshot.

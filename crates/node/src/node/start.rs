@@ -67,6 +67,7 @@ impl Node {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
+            trusts_all: config.api_keys.is_empty() && is_loopback(&config.listen).await,
             config,
             records,
             store,
@@ -140,6 +141,13 @@ async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {
     };
     make_dir(&slots.state_dir)?;
     Slots::start(slots, &in_use).await.map_err(|cause| Error::internal("the network cannot be set up", cause))
+}
+
+/// Only this host can reach an API that listens there.
+async fn is_loopback(listen: &str) -> bool {
+    let Ok(addresses) = tokio::net::lookup_host(listen).await else { return false };
+    let mut addresses = addresses.peekable();
+    addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback())
 }
 
 /// Distinct per data directory, and the same after a restart.
@@ -332,5 +340,20 @@ impl Inner {
             self.open_template(record).await?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_loopback;
+
+    #[tokio::test]
+    async fn only_loopback_is_loopback() {
+        for here in ["127.0.0.1:7777", "[::1]:0", "localhost:80"] {
+            assert!(is_loopback(here).await, "{here}");
+        }
+        for open in ["0.0.0.0:7777", "[::]:7777", "198.51.100.7:80", "nonsense", ""] {
+            assert!(!is_loopback(open).await, "{open}");
+        }
     }
 }
