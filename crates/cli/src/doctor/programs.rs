@@ -59,6 +59,8 @@ fn tools() -> Check {
         ("qemu-img", "qemu-utils"),
         ("mkfs.xfs", "xfsprogs"),
         ("losetup", "mount"),
+        ("depmod", "kmod"),
+        ("xz", "xz-utils"),
     ];
     let missing: Vec<_> = wanted.into_iter().filter(|(program, _)| find(program).is_none()).collect();
     if missing.is_empty() {
