@@ -15,18 +15,19 @@ const FUNCTION_LINES: usize = 70;
 const NOT_OURS: [&str; 3] = ["Cargo.lock", "LICENSE", "xtask/src/tidy/rules.rs"];
 
 const LEFTOVERS: [&str; 5] = ["TODO", "FIXME", "XXX:", "unimplemented!(", "todo!("];
-const MACHINE_PATHS: [&str; 3] = ["/work/", "/Users/", "/root/."];
+/// Written apart, so that this file holds none of what it looks for.
+const MACHINE_PATHS: [&str; 3] = [concat!("/wo", "rk/"), concat!("/Us", "ers/"), concat!("/ro", "ot/.")];
 const REGISTRY_HOSTS: [&str; 10] = [
-    "crates.io",
-    "deb.debian.org",
-    "docker.io",
-    "ghcr.io",
-    "proxy.golang.org",
-    "pypi.org",
-    "pythonhosted.org",
-    "quay.io",
-    "registry.npmjs.org",
-    "security.debian.org",
+    concat!("crates", ".io"),
+    concat!("deb", ".debian.org"),
+    concat!("docker", ".io"),
+    concat!("ghcr", ".io"),
+    concat!("proxy", ".golang.org"),
+    concat!("pypi", ".org"),
+    concat!("python", "hosted.org"),
+    concat!("quay", ".io"),
+    concat!("registry", ".npmjs.org"),
+    concat!("security", ".debian.org"),
 ];
 
 /// Something a rule does not want.
@@ -237,10 +238,10 @@ mod tests {
 
     #[test]
     fn words_that_do_not_belong() {
-        assert_eq!(rules("a.sh", "cd /work/wt\n"), ["machine-path"]);
+        assert_eq!(rules("a.sh", &format!("cd {}x\n", MACHINE_PATHS[0])), ["machine-path"]);
         assert_eq!(rules("a.md", "# TODO\nx FIXME\n"), ["leftover", "leftover"]);
-        assert_eq!(rules("a.toml", "url = \"http://deb.debian.org\"\n"), ["registry-host"]);
-        assert_eq!(rules("Cargo.lock", "crates.io\n"), [""; 0]);
+        assert_eq!(rules("a.toml", &format!("url = \"http://{}\"\n", REGISTRY_HOSTS[1])), ["registry-host"]);
+        assert_eq!(rules("Cargo.lock", REGISTRY_HOSTS[0]), [""; 0]);
         assert_eq!(rules("a.md", "the node works with todo lists\n"), [""; 0]);
     }
 }
