@@ -52,6 +52,17 @@ impl Cache {
         Ok(file)
     }
 
+    /// Removes what builds that were cut short left, unless one is under way.
+    pub(crate) fn tidy(&self) -> Result<()> {
+        let path = self.root.join("lock");
+        let Ok(file) = File::options().write(true).open(&path) else { return Ok(()) };
+        match file.try_lock() {
+            Ok(()) => self.discard_unfinished(),
+            Err(TryLockError::WouldBlock) => Ok(()),
+            Err(TryLockError::Error(source)) => Err(io_error("locking", &path)(source)),
+        }
+    }
+
     /// Removes what is not finished. Call under the lock.
     pub(crate) fn discard_unfinished(&self) -> Result<()> {
         remove(&self.root.join("tmp"))

@@ -90,6 +90,14 @@ impl Builder {
         self
     }
 
+    /// Removes what builds that were cut short left in the cache, unless one is under way.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub fn tidy(&self) -> Result<()> {
+        self.cache.tidy()
+    }
+
     /// The guest kernel with its modules.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-/// What a monitor needs beside its guest's RAM, in MiB. Measured; see docs/BENCHMARKS.md.
+/// What a monitor needs beside its guest's RAM, in MiB: a waiting one holds 23, translated guest code comes to it.
 const MONITOR_MIB: u64 = 48;
 
 /// The RAM of this host that machines may use. Cheap to clone.

@@ -24,6 +24,14 @@ pub enum Error {
     /// 409: the state does not allow it.
     #[error("{0}")]
     Conflict(String),
+    /// 409: its machine has ended by itself.
+    #[error("{what}")]
+    Failed {
+        /// One sentence.
+        what: String,
+        /// The end of the guest's console.
+        console: Option<String>,
+    },
     /// 413.
     #[error("{0}")]
     TooLarge(String),

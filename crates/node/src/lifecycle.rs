@@ -148,6 +148,15 @@ mod tests {
         }
 
         #[test]
+        fn who_is_over_the_time_goes(
+            status in select(vec![Status::Running, Status::Paused]), ttl in 1u64..1_000_000, over in 0u64..1_000_000,
+            persistent in any::<bool>(),
+        ) {
+            let expected = if persistent { Sweep::Hibernate } else { Sweep::Delete };
+            prop_assert_eq!(sweep(status, ttl * 1000 + over, ttl, 0, persistent), expected);
+        }
+
+        #[test]
         fn nobody_is_swept_before_the_time(
             status in select(Status::ALL.to_vec()), ttl in 1u64..1_000_000, early in 1u64..1000,
             persistent in any::<bool>(),

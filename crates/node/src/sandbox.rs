@@ -21,6 +21,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Parts how a machine ended from what its guest said last, in a record's `error`.
+pub const CONSOLE_MARK: &str = "; the console ends with:\n";
+
 /// A sandbox that the node knows.
 pub struct Sandbox {
     /// Id.
@@ -87,7 +90,11 @@ impl Use {
                     continue;
                 }
             };
-            return Error::Conflict(format!("sandbox {} {what} while this ran", self.sandbox.id));
+            let what = format!("sandbox {} {what} while this ran", self.sandbox.id);
+            return match status {
+                Status::Failed => Error::Failed { what, console: console_of(&self.sandbox.record()) },
+                _ => Error::Conflict(what),
+            };
         }
     }
 }
@@ -154,14 +161,14 @@ impl Sandbox {
         }
         match lifecycle::decide(state.record.status, Verb::Use) {
             Decision::Go | Decision::Already => {
-                let live = state.live.clone().ok_or_else(|| self.refuse("has no machine"))?;
+                let live = state.live.clone().ok_or_else(|| refusal(&state.record, "has no machine"))?;
                 state.in_flight += 1;
                 state.last_activity = Instant::now();
                 drop(state);
                 Ok(Begin::Go(Use { sandbox: Arc::clone(self), live }))
             }
             Decision::WakeFirst => Ok(Begin::WakeFirst),
-            Decision::Refuse(why) => Err(self.refuse(why)),
+            Decision::Refuse(why) => Err(refusal(&state.record, why)),
         }
     }
 
@@ -170,8 +177,9 @@ impl Sandbox {
     /// # Errors
     /// 409 in a state that refuses it.
     pub fn decide(&self, verb: Verb) -> Result<Decision> {
-        match lifecycle::decide(self.state().record.status, verb) {
-            Decision::Refuse(why) => Err(self.refuse(why)),
+        let state = self.state();
+        match lifecycle::decide(state.record.status, verb) {
+            Decision::Refuse(why) => Err(refusal(&state.record, why)),
             decision => Ok(decision),
         }
     }
@@ -270,12 +278,23 @@ impl Sandbox {
             error: record.error.clone(),
         }
     }
+}
 
-    fn refuse(&self, why: &str) -> Error {
-        // The words that clients of the field match on start with "sandbox not running".
-        match why.strip_prefix("is not running") {
-            Some(rest) => Error::Conflict(format!("sandbox not running{rest}")),
-            None => Error::Conflict(format!("sandbox {} {why}", self.id)),
-        }
+/// Why a record's state refuses something; of a machine that ended by itself, with its last words.
+fn refusal(record: &SandboxRecord, why: &str) -> Error {
+    // The words that clients of the field match on start with "sandbox not running".
+    let what = match why.strip_prefix("is not running") {
+        Some(rest) => format!("sandbox not running{rest}"),
+        None => format!("sandbox {} {why}", record.id),
+    };
+    match record.status {
+        Status::Failed => Error::Failed { what, console: console_of(record) },
+        _ => Error::Conflict(what),
     }
+}
+
+/// What the guest said last, of a machine that ended by itself.
+fn console_of(record: &SandboxRecord) -> Option<String> {
+    let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
+    Some(console.trim().to_owned())
 }

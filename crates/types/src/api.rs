@@ -20,6 +20,13 @@ pub struct CreateSandbox {
     /// Wanted RAM in MiB. Baked into the template: any other number is an error.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<u64>,
+    /// Wanted root disk in MiB. Baked into the template: any other number is an error.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_mb: Option<u64>,
+    /// Not supported: anything but an empty list is an error.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "schema", schema(value_type = Vec<Object>))]
+    pub volumes: Vec<serde_json::Value>,
     /// Free-form labels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,

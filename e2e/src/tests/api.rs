@@ -24,6 +24,8 @@ pub async fn requests_are_checked_and_named(world: Arc<World>) -> Result<()> {
         (with(|r| r.ttl_seconds = Some(0)), "ttl_seconds"),
         (with(|r| r.ttl_seconds = Some(-5)), "ttl_seconds"),
         (with(|r| r.memory_mb = Some(4096)), "memory_mb"),
+        (with(|r| r.disk_mb = Some(4096)), "--disk 4096"),
+        (with(|r| r.volumes = vec!["data".into()]), "volumes"),
         (with(|r| r.cpu = Some(3)), "template build base --cpu 3"),
         (with(|r| r.template = Some("../etc".into())), "template"),
         (with(|r| r.metadata = Some(BTreeMap::from([("k".into(), "v".repeat(9999))]))), "metadata"),

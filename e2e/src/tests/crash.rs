@@ -106,12 +106,16 @@ async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) ->
     }
     // Newest first: the last one is the one from before.
     let mut snapshots = node.client.snapshots(None).await?;
+    let files = std::fs::read_dir(node.data.join("store/snapshots"))?.count();
+    ensure!(files == snapshots.len(), "{files} directories of {} snapshots", snapshots.len());
+    ensure!(std::fs::read_dir(node.data.join("store/scratch"))?.count() == 0, "scratch was left");
     snapshots.pop();
+    ensure!(verb != "snapshot" || !acknowledged || snapshots.len() == 1, "an acknowledged snapshot is lost");
     for snapshot in snapshots {
-        node.client
-            .delete_snapshot(snapshot.id)
-            .await
-            .or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })?;
+        let restored = Sandbox::restore(&node.client, &snapshot).await?;
+        ensure!(restored.sh("cat /dev/shm/x").await? == "kept", "a snapshot that survived is not whole");
+        restored.kill().await?;
+        node.client.delete_snapshot(snapshot.id).await?;
     }
     // Places ahead are refilled in the background: at most two beside the keeper.
     let mut traces = node.traces()?;

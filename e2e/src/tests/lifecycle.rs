@@ -76,7 +76,9 @@ pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     ensure!(lasting.sh("echo back").await? == "back", "not woken");
     let lifecycle = client.lifecycle(used.id).await?;
     ensure!(lifecycle.ttl_seconds == 600 && !lifecycle.persistent, "{lifecycle:?}");
-    ensure!(used.fork_one().await?.view().await?.ttl_seconds == 600, "forks inherit the TTL");
+    let child = used.fork_one().await?.view().await?;
+    ensure!(child.ttl_seconds == 600 && child.idle_seconds <= 1, "forks inherit the TTL with a fresh clock");
+    ensure!(Sandbox::create(client).await?.view().await?.ttl_seconds == 3600, "the default TTL is an hour");
     Ok(())
 }
 
@@ -94,6 +96,10 @@ pub async fn a_guest_that_dies_is_reported(world: Arc<World>) -> Result<()> {
     let view = sandbox.view().await?;
     ensure!(view.status == Status::Failed, "it is {}", view.status);
     ensure!(view.error.is_some_and(|error| error.contains("panic")), "the console's tail is missing");
+    let refusal = client.exec(sandbox.id, &echo()).await.err();
+    let told =
+        refusal.as_ref().and_then(keiki_client::Error::console).is_some_and(|tail| tail.contains("panic"));
+    ensure!(told, "the refusal does not show the console: {refusal:?}");
     refused(client.exec(sandbox.id, &echo()).await, 409, "has failed")?;
     ensure!(bystander.sh("echo fine").await? == "fine", "another sandbox suffered");
     sandbox.kill().await

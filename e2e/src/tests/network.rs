@@ -2,8 +2,11 @@
 
 use crate::{World, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
-use std::{process::Stdio, sync::Arc};
-use tokio::process::{Child, Command};
+use std::{process::Stdio, sync::Arc, time::Duration};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    process::{Child, Command},
+};
 
 /// A host of the tests' own, at a public-looking address (TEST-NET-2, RFC 5737), with a web server.
 struct Elsewhere {
@@ -129,7 +132,14 @@ pub async fn egress_defaults(world: Arc<World>) -> Result<()> {
         until_served(&sandbox).await?;
         other.background("python3 -m http.server 8080").await?;
         other.sh("for i in $(seq 50); do python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 8080))' 2>/dev/null && exit 0; sleep 0.2; done; exit 1").await?;
-        let port: u16 = client.url().rsplit(':').next().unwrap_or_default().parse()?;
+        // A server on every address of the host; and the host itself reaches all that guests must not.
+        let listener = TcpListener::bind("0.0.0.0:0").await?;
+        let port = listener.local_addr()?.port();
+        for (host, port) in [("10.99.99.99", 80), ("169.254.169.254", 80), ("198.51.100.1", port)] {
+            let dialled =
+                tokio::time::timeout(Duration::from_secs(5), TcpStream::connect((host, port))).await;
+            dialled.with_context(|| format!("the host cannot reach {host}:{port}"))??;
+        }
         let neighbour = other.view().await?.guest_ip;
         for (what, host, port) in [
             ("a private network", "10.99.99.99", 80),

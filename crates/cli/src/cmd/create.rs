@@ -25,6 +25,9 @@ pub struct Args {
     /// RAM in MiB; must be what the template was built with
     #[arg(long, value_name = "MIB")]
     pub memory: Option<u64>,
+    /// Wanted root disk in MiB; must be the template's
+    #[arg(long, value_name = "MIB")]
+    pub disk: Option<u64>,
 }
 
 /// How a new sandbox lives; `run` and `restore` have these too.
@@ -59,6 +62,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         template: args.template,
         cpu: args.cpu,
         memory_mb: args.memory,
+        disk_mb: args.disk,
         ..args.life.request()
     };
     let sandbox = create(&context.client, request).await?;

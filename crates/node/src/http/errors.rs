@@ -25,7 +25,7 @@ pub(super) fn status(error: &Error) -> StatusCode {
         Error::Unauthorized => StatusCode::UNAUTHORIZED,
         Error::Forbidden(_) => StatusCode::FORBIDDEN,
         Error::NotFound(_) => StatusCode::NOT_FOUND,
-        Error::Conflict(_) => StatusCode::CONFLICT,
+        Error::Conflict(_) | Error::Failed { .. } => StatusCode::CONFLICT,
         Error::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
         Error::Busy { .. } => StatusCode::SERVICE_UNAVAILABLE,
         Error::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
@@ -46,7 +46,7 @@ pub(super) fn sentence(error: &Error) -> String {
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let console = match &self {
-            Self::Internal { console, .. } => console.clone(),
+            Self::Internal { console, .. } | Self::Failed { console, .. } => console.clone(),
             _ => None,
         };
         let mut response = answer_with(status(&self), sentence(&self), console);

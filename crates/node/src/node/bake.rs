@@ -98,6 +98,10 @@ impl Inner {
             Err(error) => Err(with_console(error, machine.as_ref()).await),
         };
         self.end_machine(id, machine.as_ref(), Some(slot)).await;
+        clock.lap("stop");
+        if record.is_ok() {
+            super::log_done("bake", recipe.spec.name, &clock.timings());
+        }
         record
     }
 
@@ -124,6 +128,7 @@ impl Inner {
         let (frozen, _) = frozen.map_err(|error| engine_error("the template cannot be frozen", error))?;
         build.say("bake: writing the snapshot");
         self.persist(frozen.as_ref()).await?;
+        clock.lap("warm_and_freeze");
         Ok(TemplateRecord {
             name: recipe.spec.name.into(),
             version: recipe.version.into(),

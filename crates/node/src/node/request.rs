@@ -10,6 +10,8 @@ pub const DEFAULT_TTL: u64 = 3600;
 const MAX_TTL: u64 = 10 * 365 * 24 * 3600;
 /// Most children of one fork.
 pub const MAX_FORK: usize = 64;
+/// Linux takes no longer argument of a program (`MAX_ARG_STRLEN`, its end included).
+const LONGEST_ARGUMENT: usize = (128 << 10) - 1;
 const MAX_METADATA: usize = 64;
 const MAX_METADATA_KEY: usize = 256;
 const MAX_METADATA_VALUE: usize = 4096;
@@ -65,22 +67,23 @@ pub fn metadata(labels: BTreeMap<String, String>) -> Result<BTreeMap<String, Str
 /// 400 if it is not.
 pub fn shape(request: &CreateSandbox, name: &str, baked: keiki_types::Shape) -> Result<()> {
     // Shapes that cannot be built either must not be told how.
-    let wanted = BuildTemplate { cpu: request.cpu, memory_mb: request.memory_mb, ..BuildTemplate::default() };
-    build_shape(&wanted, baked)?;
-    let differs = |asked: Option<u64>, baked: u64| asked.is_some_and(|asked| asked != baked);
-    let field = if differs(request.cpu, u64::from(baked.vcpus)) {
-        "cpu"
-    } else if differs(request.memory_mb, u64::from(baked.memory_mib)) {
-        "memory_mb"
-    } else {
-        return Ok(());
+    let wanted = BuildTemplate {
+        cpu: request.cpu,
+        memory_mb: request.memory_mb,
+        size_mb: request.disk_mb,
+        ..BuildTemplate::default()
     };
-    let cpu = request.cpu.unwrap_or(u64::from(baked.vcpus));
-    let memory = request.memory_mb.unwrap_or(u64::from(baked.memory_mib));
+    let wanted = build_shape(&wanted, baked)?;
+    let field = match () {
+        () if wanted.vcpus != baked.vcpus => "cpu",
+        () if wanted.memory_mib != baked.memory_mib => "memory_mb",
+        () if wanted.disk_mib != baked.disk_mib => "disk_mb",
+        () => return Ok(()),
+    };
     Err(Error::Invalid(format!(
-        "{field}: template {name} is baked with {} vCPUs and {} MiB; for another shape run \
-         `keiki template build {name} --cpu {cpu} --memory {memory}` first",
-        baked.vcpus, baked.memory_mib
+        "{field}: template {name} is baked with {} vCPUs, {} MiB of RAM and {} MiB of disk; for another shape run \
+         `keiki template build {name} --cpu {} --memory {} --disk {}` first",
+        baked.vcpus, baked.memory_mib, baked.disk_mib, wanted.vcpus, wanted.memory_mib, wanted.disk_mib
     )))
 }
 
@@ -106,6 +109,19 @@ pub fn build_shape(request: &BuildTemplate, default: keiki_types::Shape) -> Resu
         memory_mib: u32::try_from(memory).unwrap_or(256),
         disk_mib: u32::try_from(disk).unwrap_or(2048),
     })
+}
+
+/// What a create asks for besides its shape: TTL and labels.
+///
+/// # Errors
+/// 400 if they are out of bounds, or if it asks for what this node has nothing of.
+pub fn create(request: &CreateSandbox) -> Result<(u64, BTreeMap<String, String>)> {
+    if !request.volumes.is_empty() {
+        return Err(Error::Invalid(
+            "volumes: this node has none; keep files in the sandbox, or in a snapshot of it".into(),
+        ));
+    }
+    Ok((ttl(request.ttl_seconds, DEFAULT_TTL)?, metadata(request.metadata.clone().unwrap_or_default())?))
 }
 
 /// What to run.
@@ -136,6 +152,15 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
             ));
         }
     };
+    let longest = match &command {
+        Command::Shell(line) => line.len(),
+        Command::Argv(argv) => argv.iter().map(String::len).max().unwrap_or(0),
+    };
+    if longest > LONGEST_ARGUMENT {
+        return Err(Error::TooLarge(format!(
+            "cmd and each of argv must have at most {LONGEST_ARGUMENT} bytes, not {longest}: write a file and run that"
+        )));
+    }
     let has_nul = match &command {
         Command::Shell(line) => line.contains('\0'),
         Command::Argv(argv) => argv.iter().any(|arg| arg.contains('\0')),
@@ -169,7 +194,8 @@ pub fn timeout_ms(seconds: Option<f64>) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Command, MAX_TTL, command, fork_count, metadata, shape, timeout_ms, ttl};
+    use super::{Command, LONGEST_ARGUMENT, MAX_TTL, command, fork_count, metadata, shape, timeout_ms, ttl};
+    use crate::error::Error;
     use keiki_types::{
         Shape,
         api::{CreateSandbox, ExecRequest},
@@ -203,7 +229,8 @@ mod tests {
         let asked = CreateSandbox { memory_mb: Some(512), ..CreateSandbox::default() };
         let refused = shape(&asked, "base", baked).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(
-            refused.contains("memory_mb") && refused.contains("template build base --cpu 1 --memory 512")
+            refused.contains("memory_mb")
+                && refused.contains("template build base --cpu 1 --memory 512 --disk 2048")
         );
         let never = CreateSandbox { cpu: Some(0), ..CreateSandbox::default() };
         let refused = shape(&never, "base", baked).err().map(|error| error.to_string()).unwrap_or_default();
@@ -227,6 +254,8 @@ mod tests {
         assert!(of(None, Some(vec![])).is_err());
         assert!(of(None, Some(vec![""])).is_err());
         assert!(of(Some("a\0b"), None).is_err());
+        assert!(of(Some(&"x".repeat(LONGEST_ARGUMENT)), None).is_ok());
+        assert!(matches!(of(Some(&"x".repeat(LONGEST_ARGUMENT + 1)), None), Err(Error::TooLarge(_))));
     }
 
     #[test]

@@ -313,6 +313,16 @@ impl Inner {
     }
 
     async fn clear_scratch(&self) -> Result<()> {
+        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
+        let tidied = tokio::task::spawn_blocking(move || {
+            keiki_image::Builder::new(cache, Arc::new(|_: &str| {})).tidy()
+        });
+        if let Ok(Err(error)) = tidied.await {
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "an unfinished build stays in the cache"
+            );
+        }
         self.keep_only("scratch", &HashSet::new()).await
     }
 

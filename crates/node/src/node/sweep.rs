@@ -3,7 +3,7 @@
 use super::Inner;
 use crate::{
     lifecycle::Sweep,
-    sandbox::{Live, Sandbox},
+    sandbox::{CONSOLE_MARK, Live, Sandbox},
 };
 use keiki_types::Status;
 use std::{
@@ -71,8 +71,7 @@ impl Inner {
             }
             let console = live.machine.console(CONSOLE_TAIL).await;
             let console = String::from_utf8_lossy(&console).trim().to_owned();
-            let error =
-                if console.is_empty() { how } else { format!("{how}; the console ends with:\n{console}") };
+            let error = if console.is_empty() { how } else { format!("{how}{CONSOLE_MARK}{console}") };
             tracing::warn!(id = %sandbox.id, error, "a machine ended by itself");
             let record = sandbox.set_live(None, |record| {
                 record.status = Status::Failed;

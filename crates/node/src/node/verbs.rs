@@ -27,8 +27,7 @@ const RESTORE_DISK_BYTES: u64 = 16 << 20;
 impl Inner {
     pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
         let mut clock = Clock::start();
-        let ttl_seconds = request::ttl(asked.ttl_seconds, request::DEFAULT_TTL)?;
-        let metadata = request::metadata(asked.metadata.clone().unwrap_or_default())?;
+        let (ttl_seconds, metadata) = request::create(&asked)?;
         let base = SandboxRecord {
             id: SandboxId::new(),
             template: String::new(),
@@ -212,14 +211,20 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Pause)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let mut clock = Clock::start();
             // In the order of a freeze, so that a paused machine can be copied like a frozen one.
             live.guest.flush().await?;
+            clock.lap("flush");
             live.guest.freeze_user().await?;
+            clock.lap("freeze_user");
             if let Err(error) = live.machine.pause().await {
                 live.guest.thaw_user().await?;
                 return Err(engine_error("the machine cannot be paused", error));
             }
+            clock.lap("park");
             self.settle(&sandbox, Status::Paused).await?;
+            clock.lap("record");
+            super::log_done("pause", &id.to_string(), &clock.timings());
         }
         Ok(sandbox.view())
     }
@@ -229,12 +234,17 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Resume)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let mut clock = Clock::start();
             live.machine
                 .resume()
                 .await
                 .map_err(|error| engine_error("the machine cannot be resumed", error))?;
+            clock.lap("unpark");
             live.guest.thaw_user().await?;
+            clock.lap("thaw_user");
             self.settle(&sandbox, Status::Running).await?;
+            clock.lap("record");
+            super::log_done("resume", &id.to_string(), &clock.timings());
         }
         Ok(sandbox.view())
     }
