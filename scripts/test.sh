@@ -29,13 +29,16 @@ stage_deny() {
 stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
-stage_template() { cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"; }
+stage_template() {
+    cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
+    KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE cargo test --locked -q -p keiki-image --test build
+}
 
 # The engine and the agent by themselves, each with real guests.
 stage_guests() {
     local parts=$LOGS/template.log store=$STATE/guests package=$STATE/guests/kernel kernel
     # `build` names the parts it made: kernel RELEASE PATH, initramfs PATH, rootfs PATH.
-    kernel=$(awk '$1 == "kernel" { print $3 }' "$parts")
+    kernel=$(awk '$1 == "kernel" && $3 ~ "^/" { print $3 }' "$parts")
     mkdir -p "$store"
     with_reflinks "$store"
     mkdir -p "$package/boot"
