@@ -77,7 +77,7 @@ pub struct NodeArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// The own monitor, on KVM
+    /// The own monitor, on KVM (not part of this build)
     Kvm,
     /// QEMU, software emulation
     Qemu,

@@ -30,7 +30,7 @@ use time::OffsetDateTime;
 use tokio::{sync::watch, task::JoinSet};
 
 /// What a create is told while its template is being built.
-const RETRY_AFTER: Duration = Duration::from_secs(10);
+const RETRY_AFTER: Duration = Duration::from_secs(3);
 /// Builds remembered, with their logs.
 const BUILDS_KEPT: usize = 32;
 /// Lines of a build's log that are kept.
@@ -456,8 +456,9 @@ fn version_of(digest: &str, shape: Shape, engine: &str) -> String {
     // The digest names the contents; what else decides whether a bake can be reused is folded in.
     let mut hasher = DefaultHasher::new();
     (digest, shape, engine).hash(&mut hasher);
+    // First what tells two shapes of the same contents apart: tables show the beginning.
     let contents: String = digest.chars().take(12).collect();
-    format!("{contents}-{:08x}", hasher.finish() >> 32)
+    format!("{:08x}-{contents}", hasher.finish() >> 32)
 }
 
 fn view(record: &TemplateRecord) -> Template {

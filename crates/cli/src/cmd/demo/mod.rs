@@ -52,7 +52,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     let rows = told?;
     cleared?;
     context.out.show(&Report { ok: true, steps: &rows }, || {
-        let next = "next: keiki create, then keiki exec ID COMMAND, keiki fork ID -n 4, keiki tree (keiki help lists all)";
+        let next = "next: make install; keiki node; and in another terminal: keiki create, keiki exec ID COMMAND, keiki fork -n 4 ID, keiki tree";
         format!("\n{}\n\n{next}\ndemo: ok: {} steps, every claim checked, everything removed", times(&rows), rows.len())
     })?;
     Ok(ExitCode::Success as i32)
