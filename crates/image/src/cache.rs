@@ -156,6 +156,22 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
+    fn tidying_takes_leftovers_but_never_from_a_build_under_way() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::new(dir.path().join("cache"));
+        cache.tidy().unwrap();
+        let silent: Progress = Arc::new(|_| ());
+        let lock = cache.lock(&silent).unwrap();
+        let scratch = cache.scratch("x").unwrap();
+        fs::create_dir(&scratch).unwrap();
+        cache.tidy().unwrap();
+        assert!(scratch.exists(), "the build that holds the lock lost its files");
+        drop(lock);
+        cache.tidy().unwrap();
+        assert!(!scratch.exists(), "what the build left is still there");
+    }
+
+    #[test]
     fn a_part_appears_whole_and_leftovers_go() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::new(dir.path().join("cache"));
