@@ -11,9 +11,14 @@ use std::{
 use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 
 /// As long as it exists, the directory stays.
-pub(super) struct Hold(#[allow(dead_code)] OwnedRwLockReadGuard<()>);
+pub(super) struct Hold {
+    _guard: OwnedRwLockReadGuard<()>,
+}
+
 /// Nobody holds the directory.
-pub(super) struct Claim(#[allow(dead_code)] OwnedRwLockWriteGuard<()>);
+pub(super) struct Claim {
+    _guard: OwnedRwLockWriteGuard<()>,
+}
 
 /// Who holds which directory.
 #[derive(Default)]
@@ -24,12 +29,12 @@ pub(super) struct Sources {
 impl Sources {
     /// Keeps a directory. Look whether it is still named after this, not before.
     pub async fn hold(&self, dir: &Path) -> Hold {
-        Hold(self.lock(dir).read_owned().await)
+        Hold { _guard: self.lock(dir).read_owned().await }
     }
 
     /// Waits until nobody holds a directory whose name was taken away.
     pub async fn claim(&self, dir: &Path) -> Claim {
-        Claim(self.lock(dir).write_owned().await)
+        Claim { _guard: self.lock(dir).write_owned().await }
     }
 
     fn lock(&self, dir: &Path) -> Arc<RwLock<()>> {

@@ -107,28 +107,20 @@ class Transport:
         """Sends one request; returns once the head of the answer is there, whatever its status."""
         target = self._prefix + path
         connection, fresh = self._get(timeout)
-        try:
-            return self._exchange(connection, method, target, headers, body)
-        except (ConnectionError, http.client.BadStatusLine) as error:
-            connection.close()
-            if fresh or method not in _REPEATABLE:
-                raise errors.ConnectionError(
-                    f"the node ended the connection without an answer: {error}"
-                ) from error
-        except BaseException:
-            connection.close()
-            raise
-        connection = self._connect(timeout)
-        try:
-            return self._exchange(connection, method, target, headers, body)
-        except (ConnectionError, http.client.BadStatusLine) as error:
-            connection.close()
-            raise errors.ConnectionError(
-                f"the node ended the connection without an answer: {error}"
-            ) from error
-        except BaseException:
-            connection.close()
-            raise
+        while True:
+            try:
+                return self._exchange(connection, method, target, headers, body)
+            except (ConnectionError, http.client.BadStatusLine) as error:
+                connection.close()
+                # One at rest may have ended meanwhile, which says nothing; a new one that fails has failed.
+                if fresh or method not in _REPEATABLE:
+                    raise errors.ConnectionError(
+                        f"the node ended the connection without an answer: {error}"
+                    ) from error
+            except BaseException:
+                connection.close()
+                raise
+            connection, fresh = self._connect(timeout), True
 
     def close(self) -> None:
         """Ends the connections at rest."""
