@@ -1,0 +1,1 @@
+//! What a node and a monitor say to each other over the control socket.

@@ -1,0 +1,1 @@
+//! What a guest of keiki-vmm sees: one file for each device.

@@ -1,0 +1,1 @@
+//! KVM, guest memory and fork, behind a small safe interface.

@@ -1,0 +1,1 @@
+//! keiki-vmm, the monitor whose fork is fork(2).
