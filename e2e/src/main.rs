@@ -9,6 +9,8 @@
 //! | `KEIKI_E2E_DIR` | working directory, removed at the end | `.keiki/e2e` |
 //! | `KEIKI_E2E_CACHE` | kernels and root disks, kept | `.keiki/cache` |
 //! | `KEIKI_E2E_BIN` | directory with `keiki` and `keiki-guest` | beside this program |
+//! | `KEIKI_E2E_RANGE` | second byte of the first node's slots, so that runs beside each other do not collide | 213 |
+//! | `KEIKI_ENGINE` | which engine the nodes run | `qemu` |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
 
 mod names;

@@ -16,7 +16,8 @@ use tokio::{
 };
 
 /// Each node of a run gets a network of its own: 10.213.0.0/16 and on.
-static NEXT_RANGE: AtomicU8 = AtomicU8::new(213);
+const FIRST_RANGE: u8 = 213;
+static NEXT_RANGE: AtomicU8 = AtomicU8::new(0);
 const START_LIMIT: Duration = Duration::from_secs(60);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
@@ -56,6 +57,10 @@ impl Places {
     }
 }
 
+fn first_range() -> u8 {
+    std::env::var("KEIKI_E2E_RANGE").ok().and_then(|text| text.parse().ok()).unwrap_or(FIRST_RANGE)
+}
+
 /// How a node is to be.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -72,7 +77,7 @@ impl Options {
         Self {
             name: name.into(),
             extra: Vec::new(),
-            range: NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
+            range: first_range() + NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
             store_gib: 4,
             listen: "127.0.0.1:0".into(),
         }
@@ -133,8 +138,9 @@ impl Node {
         fs::create_dir_all(&home)?;
         let log = fs::OpenOptions::new().create(true).append(true).open(home.join("node.log"))?;
         let range = format!("10.{}", options.range);
+        let engine = std::env::var("KEIKI_ENGINE").unwrap_or_else(|_| "qemu".into());
         let mut child = Command::new(places.bin.join("keiki"))
-            .args(["node", "--listen", &options.listen, "--ephemeral", "--engine", "qemu"])
+            .args(["node", "--listen", &options.listen, "--ephemeral", "--engine", &engine])
             .args(["--store-gib", &options.store_gib.to_string()])
             .arg("--data-dir")
             .arg(&data)
