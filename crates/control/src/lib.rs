@@ -15,6 +15,9 @@
 //! How long a monitor lives depends on what it is. A blank and a zygote hold one end of a socket pair and end with
 //! it: nothing of them is left when the node goes. A machine holds a listener that the node made for it at a path,
 //! and goes on; a later node process connects to the same path.
+//!
+//! A machine that cannot go on, or whose guest has ended, appends a line that begins with [`LAST_WORDS`] to its console
+//! log before its process ends: the node that reads it need not be its parent, so there is no exit status to read.
 
 mod connection;
 mod descriptors;
@@ -22,6 +25,9 @@ mod error;
 mod message;
 pub mod packet;
 mod start;
+
+/// Begins the line in which a machine says why it ends, for example `keiki-vmm: guest-shutdown`.
+pub const LAST_WORDS: &str = "keiki-vmm: ";
 
 pub use connection::{Answer, Client, Server, accept, listen};
 pub use descriptors::{Descriptors, Role, Want};

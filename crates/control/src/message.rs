@@ -149,6 +149,8 @@ pub struct Hello {
     pub paused: bool,
     /// How many forks lie between it and the process that was executed.
     pub generation: u32,
+    /// Lower layers of its disk: tells after a crash of the node whether a freeze had come to its end.
+    pub layers: u32,
 }
 
 /// A part of the work and what it took.

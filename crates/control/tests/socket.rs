@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 type Tested = Result<(), Box<dyn std::error::Error>>;
 
 fn hello() -> Reply {
-    Reply::Hello(Hello { stage: Stage::Blank, paused: false, generation: 3 })
+    Reply::Hello(Hello { stage: Stage::Blank, paused: false, generation: 3, layers: 0 })
 }
 
 /// Sends raw bytes and descriptors, as no client does.

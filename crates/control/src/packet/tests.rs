@@ -37,11 +37,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 fn replies() -> impl Strategy<Value = Reply> {
     let stage = prop_oneof![Just(Stage::Blank), Just(Stage::Machine), Just(Stage::Zygote)];
     prop_oneof![
-        (stage, any::<bool>(), any::<u32>()).prop_map(|(stage, paused, generation)| Reply::Hello(Hello {
-            stage,
-            paused,
-            generation
-        })),
+        (stage, any::<(bool, u32, u32)>()).prop_map(|(stage, (paused, generation, layers))| {
+            Reply::Hello(Hello { stage, paused, generation, layers })
+        }),
         Just(Reply::Done),
         (any::<(u32, u64, u64)>(), steps()).prop_map(|((pid, vcpu_pause_ns, private_bytes), steps)| {
             Reply::Frozen(Frozen { pid, vcpu_pause_ns, private_bytes, steps })
