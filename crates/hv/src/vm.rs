@@ -10,8 +10,9 @@ use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
     KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_irqchip, kvm_pit_config, kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
+use kvm_ioctls::{Cap, IoEventAddress, VmFd};
 use std::{
+    mem::ManuallyDrop,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
     sync::Arc,
 };
@@ -153,17 +154,17 @@ impl Vm {
         self.fd.set_irq_line(gsi, up).map_err(Error::errno("KVM_IRQ_LINE"))
     }
 
-    /// Has `event` signalled whenever the guest writes four bytes to `address` that are `value`, instead of an exit.
+    /// Has the event counter `event` signalled whenever the guest writes the four bytes of `value` to `address`,
+    /// instead of an exit.
     ///
     /// # Errors
     /// That of the call.
-    pub fn notify(&self, event: &EventFd, address: u64, value: Option<u32>) -> Result<()> {
-        let at = IoEventAddress::Mmio(address);
-        match value {
-            Some(value) => self.fd.register_ioevent(event, &at, value),
-            None => self.fd.register_ioevent(event, &at, NoDatamatch),
-        }
-        .map_err(Error::errno("KVM_IOEVENTFD"))
+    pub fn notify(&self, event: BorrowedFd<'_>, address: u64, value: u32) -> Result<()> {
+        // SAFETY: the descriptor is open while it is borrowed, and what is made of it here is never dropped.
+        let event = ManuallyDrop::new(unsafe { EventFd::from_raw_fd(event.as_raw_fd()) });
+        self.fd
+            .register_ioevent(&event, &IoEventAddress::Mmio(address), value)
+            .map_err(Error::errno("KVM_IOEVENTFD"))
     }
 
     /// What is left of the machine besides memory and vCPUs.

@@ -238,6 +238,8 @@ fn clocks_go_on_from_where_they_stood() {
     let states: (keiki_hv::state::VmState, Vec<VcpuState>) = postcard::from_bytes(&state).unwrap();
     let passed = Duration::from_nanos(after.clock.clock - before.clock.clock);
     assert!(passed < frozen / 2 + started.elapsed(), "the clock went on while frozen: {passed:?}");
+    let fresh = machine(&kvm, &ram, COUNTER, 1);
+    fresh.1[0].set_msrs(&[(0x10, 1)]).unwrap();
     let tsc =
         |state: &VcpuState| state.msrs.iter().find(|(index, _)| *index == 0x10).map(|(_, value)| *value);
     if tsc(&fresh.1[0].save().unwrap()) > tsc(&states.1[0]) {
