@@ -22,10 +22,21 @@
 #[cfg(test)]
 extern crate self as keiki_engine;
 
+mod cgroup;
+mod common;
+mod console;
 mod error;
+mod files;
+mod layers;
+mod process;
 pub mod qemu;
+mod record;
+mod steps;
+mod users;
 
+pub use common::Common;
 pub use error::{EngineError, Result};
+pub use users::{FIRST_USER, USERS};
 
 use async_trait::async_trait;
 use keiki_types::{EngineKind, Shape, api::MemoryUse};

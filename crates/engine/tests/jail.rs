@@ -5,8 +5,8 @@ mod guest;
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, lab};
 use keiki_engine::{
-    Engine,
-    qemu::{FIRST_USER, Qemu, QemuConfig, USERS},
+    Common, Engine, FIRST_USER, USERS,
+    qemu::{Qemu, QemuConfig},
 };
 use std::{
     collections::BTreeSet,
@@ -150,7 +150,10 @@ async fn what_the_jail_costs() -> Result<()> {
     if !root() {
         return Ok(());
     }
-    let config = |first_user| QemuConfig { first_user, ..QemuConfig::new(lab.dir.path().join("store")) };
+    let config = |first_user| {
+        let config = QemuConfig::new(lab.dir.path().join("store"));
+        QemuConfig { common: Common { first_user, ..config.common }, ..config }
+    };
     let (jailed, plain) = (Qemu::new(config(Some(FIRST_USER))), Qemu::new(config(None)));
     let image = jailed.image(&lab.fresh("f")?, guest::SHAPE).await?;
     let mut times = [Vec::new(), Vec::new()];

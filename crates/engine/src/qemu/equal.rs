@@ -4,12 +4,10 @@
 mod guest;
 
 use super::{
-    disk,
-    freeze::Stopwatch,
     memory::locate,
     thaw::{QemuFrozen, QemuSeat},
 };
-use crate::{Engine, Frozen};
+use crate::{Engine, Frozen, layers::layer_path, steps::Stopwatch};
 use anyhow::{Context, Result, ensure};
 use guest::{SHAPE, lab};
 use keiki_snapshot::{Format, MEMORY_FILE};
@@ -38,7 +36,7 @@ fn chain(seat: &QemuSeat) -> Value {
     let top = (seat.record.top.clone(), Format::Qcow2);
     let layers = seat.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
     for (name, format) in layers.chain([top]) {
-        let file = json!({"driver": "file", "filename": disk::layer_path(dir, &name), "locking": "off"});
+        let file = json!({"driver": "file", "filename": layer_path(dir, &name), "locking": "off"});
         below = match format {
             Format::Raw => json!({"driver": "raw", "file": file}),
             Format::Qcow2 => json!({"driver": "qcow2", "file": file, "backing": below}),

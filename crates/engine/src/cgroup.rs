@@ -20,7 +20,7 @@ const OVERHEAD: u64 = 512 << 20;
 const TASKS: u64 = 512;
 
 /// Puts a monitor into its group. Says on the log what could not be done, once it is not simply absent.
-pub(super) fn confine(resources: &Resources, shape: Shape, pid: u32) {
+pub(crate) fn confine(resources: &Resources, shape: Shape, pid: u32) {
     if lacking(Path::new(ROOT)).is_some() {
         return;
     }
@@ -47,7 +47,7 @@ fn try_confine(root: &Path, resources: &Resources, shape: Shape, pid: u32) -> io
 }
 
 /// Removes a monitor's group. It must have ended; a group that is still busy stays, empty, and costs nothing.
-pub(super) fn remove(resources: &Resources) {
+pub(crate) fn remove(resources: &Resources) {
     match fs::remove_dir(group(Path::new(ROOT), resources)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::debug!(%error, "a control group stays");
@@ -62,7 +62,7 @@ fn group(root: &Path, resources: &Resources) -> PathBuf {
 }
 
 /// What `doctor` says of this host.
-pub(super) fn note() -> String {
+pub(crate) fn note() -> String {
     match lacking(Path::new(ROOT)) {
         None => "memory and tasks of each limited by a control group".into(),
         Some(why) => format!("no limit on their memory ({why})"),
