@@ -26,7 +26,9 @@
 //! log is limited ([`limit::Limit`]).
 #![forbid(unsafe_code)]
 
+pub mod block;
 pub mod device;
+pub mod disk;
 pub mod limit;
 pub mod mmio;
 pub mod virtio;
