@@ -1,1 +1,3 @@
 //! keiki-vmm, the monitor whose fork is fork(2).
+
+pub mod probe;
