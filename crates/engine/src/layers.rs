@@ -10,7 +10,10 @@ use crate::{
     record::Layer,
     users::{give, show},
 };
-use keiki_snapshot::{DiskLayer, Format, LAYERS_DIR};
+use keiki_snapshot::{
+    DiskLayer, Format, LAYERS_DIR,
+    layer::{HEADER_LEN, check_header},
+};
 use std::{
     fs::{self, File},
     io::Read,
@@ -100,37 +103,11 @@ pub(crate) fn check_layers(
 
 /// Checks the header of an overlay. Says what is wrong.
 pub(crate) fn check_overlay(dir: &Path, name: &str, disk_mib: u32) -> std::result::Result<(), String> {
-    let mut header = [0; 104];
+    let mut header = [0; HEADER_LEN];
     File::open(layer_path(dir, name))
         .and_then(|mut file| file.read_exact(&mut header))
         .map_err(|error| format!("disk layer {name} cannot be read ({error})"))?;
     check_header(&header, u64::from(disk_mib) << 20).map_err(|why| format!("disk layer {name} {why}"))
-}
-
-/// The fields of a version 3 header that could reach outside the file or change its meaning.
-fn check_header(header: &[u8; 104], disk: u64) -> std::result::Result<(), &'static str> {
-    let number = |at: usize, len: usize| {
-        header.iter().skip(at).take(len).fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
-    };
-    let (magic, version, backing, size) = (number(0, 4), number(4, 4), number(8, 8), number(24, 8));
-    let backing_len = number(16, 4);
-    let (cluster_bits, encryption, snapshots, incompatible) =
-        (number(20, 4), number(32, 4), number(60, 4), number(72, 8));
-    match () {
-        () if magic != 0x5146_49fb || version != 3 => Err("is not qcow2 version 3"),
-        // QEMU leaves an offset with no length behind when it takes a name away.
-        () if backing != 0 && backing_len != 0 => Err("names a backing file"),
-        () if encryption != 0 => Err("is encrypted"),
-        // Bit 0 says it was not closed: the case for every layer of a running machine's ancestor.
-        // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its own.
-        () if incompatible & !1 != 0 || number(88, 8) != 0 => {
-            Err("needs features that our layers do not have")
-        }
-        () if snapshots != 0 => Err("has internal snapshots"),
-        () if cluster_bits != 16 => Err("has clusters of another size than 64 KiB"),
-        () if size != disk => Err("is for a disk of another size"),
-        () => Ok(()),
-    }
 }
 
 /// Gives every lower layer its name in the frozen directory, and measures what the manifest tells.
@@ -171,35 +148,4 @@ fn adopt_layer(old: &Path, new: &Path) -> Result<()> {
     remove_file(&beside)?;
     fs::hard_link(new, &beside).map_err(EngineError::at("link", &beside))?;
     fs::rename(&beside, old).map_err(EngineError::at("replace", old))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::check_header;
-
-    fn good() -> [u8; 104] {
-        let mut header = [0; 104];
-        header[..8].copy_from_slice(&[0x51, 0x46, 0x49, 0xfb, 0, 0, 0, 3]);
-        header[20..24].copy_from_slice(&16_u32.to_be_bytes());
-        header[24..32].copy_from_slice(&(64_u64 << 20).to_be_bytes());
-        header
-    }
-
-    #[test]
-    fn a_header_that_reaches_outside_is_refused() {
-        let (disk, mut bad_name) = (64 << 20, good());
-        assert_eq!(check_header(&good(), disk), Ok(()));
-        assert!(check_header(&good(), disk + 1).is_err());
-        bad_name[15] = 104;
-        assert_eq!(check_header(&bad_name, disk), Ok(()));
-        bad_name[19] = 9;
-        assert!(check_header(&bad_name, disk).is_err());
-        for (at, value) in
-            [(0, 1), (7, 2), (23, 9), (35, 1), (63, 1), (79, 4), (79, 8), (72, 1), (95, 1), (95, 2)]
-        {
-            let mut bad = good();
-            bad[at] = value;
-            assert!(check_header(&bad, disk).is_err(), "byte {at}");
-        }
-    }
 }
