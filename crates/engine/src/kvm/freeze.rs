@@ -70,16 +70,18 @@ async fn try_freeze(
     super::note(&mut watch, &report.steps);
     let (zygote, hello) = Monitor::forked(report.pid, Control::over(client), member, Stage::Zygote).await?;
     let (from, dir, layers) = (machine.resources.dir.clone(), image.dir.clone(), record.layers.clone());
-    let disk_mib = machine.shape.disk_mib;
-    let layers = blocking(move || {
+    let (shape, pid) = (machine.shape, zygote.pid());
+    let (layers, private_bytes) = blocking(move || {
         link(&from.join(MEMORY_FILE), &dir.join(BASE))?;
-        link_layers(&from, &dir, &layers, disk_mib)
+        let layers = link_layers(&from, &dir, &layers, shape.disk_mib)?;
+        // What a persist would write. The monitor cannot see it: it may not look at its own page tables.
+        Ok((layers, super::memory::anonymous(pid)?))
     })
     .await?;
     watch.step("layers");
     let frozen = KvmFrozen::fresh(&machine.host, image.clone(), layers, zygote, hello.generation);
     let pause = Duration::from_nanos(report.vcpu_pause_ns);
-    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes: report.private_bytes, steps: watch.done() }))
+    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
 }
 
 /// What is done before the stop: the new top, and what the pause would have to flush otherwise.

@@ -235,7 +235,8 @@ fn mac(text: &str) -> Result<[u8; 6]> {
 
 fn cmdline(spec: &BootSpec, tsc_khz: Option<u64>) -> String {
     let tsc = tsc_khz.map(|khz| format!(" tsc_early_khz={khz}")).unwrap_or_default();
-    format!("console=ttyS0 quiet panic=-1 reboot=k tsc=reliable no_timer_check{tsc} {}", spec.cmdline)
+    let quiet = "console=ttyS0 8250.nr_uarts=1 quiet panic=-1 reboot=t pci=off tsc=reliable no_timer_check";
+    format!("{quiet}{tsc} {}", spec.cmdline)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use std::{
     path::Path,
     process::{Command, Stdio},
     sync::Arc,
+    time::Duration,
 };
 
 /// Descriptors: a chain of layers, sockets, eventfds, and what a request brings.
@@ -26,6 +27,8 @@ const FILES: u64 = 512;
 const TASKS: u64 = 16_384;
 /// The node must be the last to go.
 const OOM_SCORE_ADJ: i16 = 500;
+/// How long a monitor that failed may take to end by itself.
+const LAST_WORDS_LIMIT: Duration = Duration::from_millis(100);
 /// Where the last words are looked for.
 const TAIL: usize = 1024;
 
@@ -105,14 +108,15 @@ impl Monitor {
         self.watched.process.pid()
     }
 
-    /// Ends a process that is of no use. Its last words say more than that its socket closed.
+    /// Ends a process that is of no use. How it ended by itself says more than that its socket closed.
     pub(super) async fn give_up(self, error: EngineError) -> EngineError {
+        let ended = tokio::time::timeout(LAST_WORDS_LIMIT, self.watched.wait()).await;
         if let Err(error) = self.watched.kill().await {
             return error;
         }
-        match self.watched.complaint() {
-            Some(complaint) => EngineError::Monitor(format!("did not start: {complaint}")),
-            None => error,
+        match self.watched.has_ended() {
+            Some(how) if ended.is_ok() => EngineError::Monitor(format!("ended: {how}")),
+            _ => error,
         }
     }
 

@@ -16,7 +16,10 @@ use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE};
 use keiki_types::Shape;
 use std::{
     fs::File,
-    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
     sync::{Arc, Weak},
     time::Duration,
@@ -58,6 +61,12 @@ impl Files {
             shape: manifest.shape,
             digest: *digest.as_bytes(),
         })
+    }
+
+    /// The same file, read from its beginning by somebody else.
+    fn again(&self, file: &File) -> Result<File> {
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        File::open(path).map_err(EngineError::at("open", &self.dir))
     }
 
     /// Which file the memory is.
@@ -150,9 +159,10 @@ async fn load(host: &Arc<Host>, files: &Arc<Files>, scope: &SharingScope) -> Res
     let (source, alone, store) =
         (Arc::clone(files), *scope == SharingScope::None, host.config.common.store.clone());
     let descriptors = blocking(move || {
-        let copy = |file: &File| file.try_clone().map_err(EngineError::at("open", &source.dir));
-        let memory = if alone { copy_alone(&source.memory, &store)? } else { copy(&source.memory)? };
-        Ok(vec![kvm()?, (Role::Memory, memory.into()), (Role::State, OwnedFd::from(copy(&source.state)?))])
+        let memory =
+            if alone { copy_alone(&source.memory, &store)? } else { source.again(&source.memory)? };
+        let state = source.again(&source.state)?;
+        Ok(vec![kvm()?, (Role::Memory, memory.into()), (Role::State, OwnedFd::from(state))])
     });
     let request = Request::Load(Load { shape: shape(files.shape), digest: files.digest });
     let loaded = match descriptors.await {
