@@ -59,11 +59,12 @@ async fn try_freeze(
     let member = machine.monitor.member.lineage().admit(&image.dir, image.shape.memory_mib);
     watch.step("prepare");
     let files = vec![(Role::Top, top.into()), (Role::Control, theirs)];
-    let report = expect(&machine.monitor.control, Request::Freeze(Freeze {}), files, |reply| match reply {
-        Reply::Frozen(frozen) => Some(frozen),
-        _ => None,
-    })
-    .await?;
+    let (report, _) =
+        expect(&machine.monitor.control, Request::Freeze(Freeze {}), files, |reply| match reply {
+            Reply::Frozen(frozen) => Some(frozen),
+            _ => None,
+        })
+        .await?;
     promote(record);
     record.save(&machine.resources)?;
     watch.step("freeze");

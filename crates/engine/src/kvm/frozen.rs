@@ -30,6 +30,7 @@ use crate::{
 use async_trait::async_trait;
 use keiki_control::{Persisted, Reply, Request, Role, Stage, Thaw};
 use keiki_snapshot::{DiskLayer, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION};
+use keiki_sys::process::Process;
 use std::{
     any::Any,
     fs::{self, File},
@@ -188,14 +189,21 @@ impl KvmFrozen {
         watch.step("link");
         let member = zygote.monitor.member.lineage().admit(&resources.dir, self.image.shape.memory_mib);
         let request = Request::Thaw(Thaw { generation: generation() });
-        let thawed = expect(&zygote.monitor.control, request, files, |reply| match reply {
+        // The copy answers itself, by the kernel's word.
+        let (thawed, pid) = expect(&zygote.monitor.control, request, files, |reply| match reply {
             Reply::Thawed(thawed) => Some(thawed),
             _ => None,
         })
         .await?;
         super::note(watch, &thawed.steps);
         let control = super::control::Control::at(resources.run_dir.join(CONTROL));
-        let (monitor, _) = Monitor::forked(thawed.pid, control, member, Stage::Machine).await?;
+        let (monitor, _) = match Monitor::forked(pid, control, member, Stage::Machine).await {
+            Ok(monitor) => monitor,
+            Err(error) => {
+                end(pid, resources);
+                return Err(error);
+            }
+        };
         let record = new_record(&monitor, self.image.shape, layers, top);
         let machine = assemble(&self.host, monitor, resources, record).await?;
         watch.step("run");
@@ -292,11 +300,14 @@ impl Frozen for KvmFrozen {
 /// its fork, or that a node did not live to record.
 pub(super) async fn end_stray(resources: &Resources) {
     let control = super::control::Control::at(resources.run_dir.join(CONTROL));
-    let Ok((_, pid)) = control.hello().await else { return };
-    let ended = keiki_sys::process::Process::open(pid).and_then(|process| match process {
-        Some(process) => process.kill(),
-        None => Ok(()),
-    });
+    if let Ok((_, pid)) = control.hello().await {
+        end(pid, resources);
+    }
+}
+
+/// Ends a process that has just answered.
+fn end(pid: u32, resources: &Resources) {
+    let ended = Process::open(pid).and_then(|process| process.as_ref().map_or(Ok(()), Process::kill));
     tracing::warn!(pid, dir = %resources.dir.display(), ?ended, "a machine that was never recorded is ended");
 }
 

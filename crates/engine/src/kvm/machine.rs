@@ -17,7 +17,7 @@ use crate::{
     users::show,
 };
 use async_trait::async_trait;
-use keiki_control::{Boot, Cpu, Devices, Reply, Request, Role, Stage};
+use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Role, Stage};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
@@ -216,16 +216,17 @@ pub(super) fn generation() -> [u8; 16] {
     uuid::Uuid::new_v4().into_bytes()
 }
 
-/// Asks for what is answered with something of its own.
+/// Asks for what is answered with something of its own; also the process that answered.
 pub(super) async fn expect<T>(
     control: &Control,
     request: Request,
     files: Vec<(Role, OwnedFd)>,
     pick: impl FnOnce(Reply) -> Option<T>,
-) -> Result<T> {
+) -> Result<(T, u32)> {
     let name = request.name();
-    let answer = control.ask(request, files, ANSWER).await?;
-    pick(answer.reply).ok_or_else(|| failed(keiki_control::ControlError::Unexpected { request: name }))
+    let Answer { reply, pid } = control.ask(request, files, ANSWER).await?;
+    let reply = pick(reply).ok_or_else(|| failed(ControlError::Unexpected { request: name }))?;
+    Ok((reply, pid))
 }
 
 fn mac(text: &str) -> Result<[u8; 6]> {
