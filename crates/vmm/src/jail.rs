@@ -91,6 +91,7 @@ const CALLS: &[(i64, &str)] = &[
     (libc::SYS_newfstatat, "sizes of files: how the C library asks for them"),
     (libc::SYS_fstatfs, "disk layers: what their file system can do"),
     (libc::SYS_statx, "sizes of files: how the standard library asks for them"),
+    (libc::SYS_fstatfs, "block sizes of disk layers"),
     (libc::SYS_close, "descriptors"),
     (libc::SYS_close_range, "a copy closes what is its parent's"),
     (libc::SYS_dup, "copies of descriptors"),
