@@ -22,6 +22,10 @@ use vmm_sys_util::eventfd::EventFd;
 const IDENTITY_MAP: u64 = 0xfffb_c000;
 const TSS: usize = 0xfffb_d000;
 
+/// Bits of CPUID leaf 1, ECX.
+const TSC_DEADLINE: u32 = 1 << 24;
+const HYPERVISOR: u32 = 1 << 31;
+
 /// What no machine can do without.
 const NEEDED: [(Cap, &str); 7] = [
     (Cap::Irqchip, "interrupt controller"),
@@ -72,7 +76,20 @@ impl Kvm {
     /// # Errors
     /// That of the call.
     pub fn supported_cpuid(&self) -> Result<CpuId> {
-        self.inner.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::errno("KVM_GET_SUPPORTED_CPUID"))
+        let mut cpuid = self
+            .inner
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(Error::errno("KVM_GET_SUPPORTED_CPUID"))?;
+        // What KVM does itself it lists only since Linux 6.14. Without them a guest does not know that it is one: it
+        // has no clock of KVM's, and measures its timers against hardware that is not there.
+        let mut own = HYPERVISOR;
+        if self.inner.check_extension(Cap::TscDeadlineTimer) {
+            own |= TSC_DEADLINE;
+        }
+        for entry in cpuid.as_mut_slice().iter_mut().filter(|entry| entry.function == 1) {
+            entry.ecx |= own;
+        }
+        Ok(cpuid)
     }
 
     /// Makes a machine without vCPUs over this memory, which it keeps.
