@@ -43,6 +43,7 @@ impl ConsoleLog {
             line: Vec::with_capacity(LINE),
             left: BURST,
             missing: 0,
+            dropped: 0,
             refilled: Instant::now(),
         })
     }

@@ -231,6 +231,23 @@ impl<D: VirtioDevice> Driver<D> {
         self.memory.write_obj(ring.avail, GuestAddress(at + 2)).unwrap();
     }
 
+    /// As [`Driver::offer`], also where there is no such queue.
+    pub fn offer_any(&mut self, queue: usize, head: u16) {
+        if self.rings[queue].size > 0 {
+            self.offer(queue, head);
+        }
+    }
+
+    /// Lets the event loop run for some turns: a guest can keep it busy for ever.
+    pub fn run_some(&mut self) {
+        for _ in 0..200 {
+            if !self.is_ready(Duration::ZERO) {
+                return;
+            }
+            self.mmio.process();
+        }
+    }
+
     /// Sets the index of the ring to whatever.
     pub fn set_avail_index(&self, queue: usize, index: u16) {
         self.memory.write_obj(index, GuestAddress(queue_base(queue) + 0x4002)).unwrap();
