@@ -1,5 +1,4 @@
 //! Numbers out of the bytes that a fuzzer gives. At the end there are zeroes.
-#![allow(dead_code)]
 
 pub struct Bytes<'a>(pub &'a [u8]);
 

@@ -1,20 +1,16 @@
 //! A driver that does anything: registers, descriptors, rings, freezes and thaws in any order. The device survives, comes
 //! to rest, and works after a reset.
 
-#[path = "bytes.rs"]
-mod bytes;
-#[path = "machine.rs"]
-mod machine;
-#[path = "../../crates/devices/tests/support/mod.rs"]
-mod support;
-
-use bytes::Bytes;
+use super::bytes::Bytes;
+use super::{
+    machine,
+    support::{self, Driver},
+};
 use keiki_devices::{Device, virtio::VirtioDevice};
 use std::{
     io::{Read, Write},
     os::unix::net::{SocketAddr, UnixStream},
 };
-use support::Driver;
 use vm_memory::{Bytes as _, GuestAddress};
 
 /// Where chains of a fuzzer point: data, rings, the ends of regions, the hole, nowhere.
@@ -46,8 +42,11 @@ pub fn run(data: &[u8]) {
 
 fn play<D: VirtioDevice>(bytes: &mut Bytes<'_>, make: impl Fn() -> (D, Option<SocketAddr>)) {
     let (device, mut address) = make();
-    let mut driver =
-        if bytes.u8() % 4 == 0 { Driver::bare(device, support::memory()) } else { Driver::new(device) };
+    let mut driver = if bytes.u8().is_multiple_of(4) {
+        Driver::bare(device, support::memory())
+    } else {
+        Driver::new(device)
+    };
     driver.mmio.resume().unwrap();
     let mut host = None;
     for _ in 0..300 {
@@ -104,7 +103,7 @@ fn talk(host: &mut Option<UnixStream>, address: Option<&SocketAddr>, bytes: &mut
             stream.set_nonblocking(true).unwrap();
             *host = Some(stream);
         }
-        Some(_) if what % 4 == 0 => *host = None,
+        Some(_) if what.is_multiple_of(4) => *host = None,
         Some(stream) => {
             // A full socket, or a closed one, is part of the game.
             let _ = stream.write(&vec![what; usize::from(what) * 100]);

@@ -1,14 +1,9 @@
 //! Disk layers that nobody wrote: a good one with bytes changed, and whatever the fuzzer makes, read whole below an empty
 //! top. Reading ends with bytes or an error.
 
-#[path = "bytes.rs"]
-mod bytes;
-#[path = "machine.rs"]
-mod machine;
-
-use bytes::Bytes;
+use super::bytes::Bytes;
+use super::machine::{DISK, empty_overlay, file};
 use keiki_devices::disk::{Disk, Format, Layer};
-use machine::{DISK, empty_overlay, file};
 use vm_memory::VolatileSlice;
 
 pub fn run(data: &[u8]) {
@@ -18,7 +13,8 @@ pub fn run(data: &[u8]) {
     while !bytes.is_empty() {
         let (place, at, value) = (bytes.u8(), bytes.u16(), bytes.u8());
         // The header, and the beginnings of the tables, are where something can be said.
-        let at = usize::from(place % 8) << 16 | usize::from(at) % if place < 128 { 256 } else { 1 << 16 };
+        let within = if place < 128 { 256 } else { 1 << 16 };
+        let at = (usize::from(place % 8) << 16) + usize::from(at) % within;
         if let Some(byte) = layer.get_mut(at) {
             *byte = value;
         }

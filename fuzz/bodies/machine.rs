@@ -1,5 +1,4 @@
 //! A device of each kind, with backends that need no path and no privilege.
-#![allow(dead_code)]
 
 use keiki_devices::{
     balloon::{Balloon, Discard},

@@ -1,16 +1,14 @@
 //! States that nobody saved, given to each device. They are taken or refused, with a sentence.
 
-#[path = "machine.rs"]
-mod machine;
-#[path = "../../crates/devices/tests/support/mod.rs"]
-mod support;
-
+use super::{
+    machine,
+    support::{self, Driver, Line},
+};
 use keiki_devices::{
     Device, State, StateError, console_log::ConsoleLog, serial::Serial, virtio::VirtioDevice,
     vmgenid::VmGenId,
 };
 use std::sync::Arc;
-use support::{Driver, Line};
 
 const KINDS: [(&str, u16); 9] = [
     ("virtio-mmio", 1),

@@ -200,7 +200,7 @@ fn a_slow_side_slows_the_other_and_nothing_is_lost() {
     assert_eq!(done, sent);
     assert!(got.chunks(chunk.len()).all(|each| each == chunk));
     // The guest does not read: bytes stay in the socket.
-    let mut expected = Vec::new();
+    let mut expected: Vec<u8> = Vec::new();
     let error = loop {
         match host.write(&chunk) {
             Ok(count) => expected.extend(&chunk[..count]),

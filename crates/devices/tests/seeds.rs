@@ -1,13 +1,10 @@
 //! The fuzz targets without a fuzzer: every seed of `fuzz/seeds`, and a few thousand mutations of them that are the same
 //! each time.
 
-#[path = "../../../fuzz/bodies/device.rs"]
-mod device;
-#[path = "../../../fuzz/bodies/layer.rs"]
-mod layer;
-#[path = "../../../fuzz/bodies/state.rs"]
-mod state;
+#[path = "../../../fuzz/bodies/mod.rs"]
+mod bodies;
 
+use bodies::{device, layer, state};
 use std::path::Path;
 
 struct Random(u64);

@@ -15,6 +15,11 @@ use vm_memory::{Bytes, GuestAddress};
 
 const SIZE: u16 = 64;
 
+/// Puts a chain together, from descriptor 0 on.
+type Case = Box<dyn Fn(&Driver<Rng>)>;
+/// Makes a state untrue.
+type Change = fn(&mut Fields);
+
 fn rng() -> Rng {
     Rng::new().unwrap()
 }
@@ -58,7 +63,7 @@ fn features_are_agreed_on_or_not() {
     // Too late to change them; bits that do not exist are none; nobody but the device asks for a reset.
     let mut driver = agreed();
     driver.set(DRIVER_FEATURES, u32::MAX);
-    driver.set(STATUS, u32::MAX & !4);
+    driver.set(STATUS, !4);
     assert_eq!(driver.get(STATUS), 11 | 128);
     driver.set(STATUS, 0);
     assert_eq!(driver.get(STATUS), 0);
@@ -152,37 +157,37 @@ fn chains_that_the_specification_forbids_come_back_empty() {
     let mut driver = Driver::new(rng());
     let at = driver.room(1 << 16);
     let table = driver.room(1 << 16);
-    let indirect = |driver: &Driver<Rng>, index: u64, at: u64, len: u32, flags: u16, next: u16| {
+    let indirect = move |driver: &Driver<Rng>, index: u64, at: u64, len: u32, flags: u16, next: u16| {
         support::write_descriptor(&driver.memory, table + 16 * index, at, len, flags, next);
     };
-    let cases: Vec<Box<dyn Fn(&Driver<Rng>)>> = vec![
+    let cases: Vec<Case> = vec![
         // To itself; to a circle; beyond the table.
-        Box::new(|driver| driver.descriptor(0, 0, at, 16, 3, 0)),
-        Box::new(|driver| {
+        Box::new(move |driver| driver.descriptor(0, 0, at, 16, 3, 0)),
+        Box::new(move |driver| {
             driver.descriptor(0, 0, at, 16, 3, 1);
             driver.descriptor(0, 1, at, 16, 3, 0);
         }),
-        Box::new(|driver| driver.descriptor(0, 0, at, 16, 3, SIZE)),
-        Box::new(|driver| driver.descriptor(0, 0, at, 16, 3, u16::MAX)),
+        Box::new(move |driver| driver.descriptor(0, 0, at, 16, 3, SIZE)),
+        Box::new(move |driver| driver.descriptor(0, 0, at, 16, 3, u16::MAX)),
         // Readable after writable.
-        Box::new(|driver| {
+        Box::new(move |driver| {
             driver.descriptor(0, 0, at, 16, 3, 1);
             driver.descriptor(0, 1, at, 16, 0, 0);
         }),
         // Outside of RAM, over its end, around the end of the address space.
-        Box::new(|driver| driver.descriptor(0, 0, 28 << 20, 16, 2, 0)),
-        Box::new(|driver| driver.descriptor(0, 0, (24 << 20) - 8, 16, 2, 0)),
-        Box::new(|driver| driver.descriptor(0, 0, u64::MAX, 16, 2, 0)),
-        Box::new(|driver| driver.descriptor(0, 0, 0, u32::MAX, 2, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, 28 << 20, 16, 2, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, (24 << 20) - 8, 16, 2, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, u64::MAX, 16, 2, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, 0, u32::MAX, 2, 0)),
         // Longer than 4 GiB in all.
-        Box::new(|driver| {
+        Box::new(move |driver| {
             driver.descriptor(0, 0, at, 0xffff_fff0, 3, 1);
             driver.descriptor(0, 1, at, 0xffff_fff0, 2, 0);
         }),
         // Indirect: of no size, an odd one, outside of RAM, within another, looping, too long.
-        Box::new(|driver| driver.descriptor(0, 0, table, 0, 4, 0)),
-        Box::new(|driver| driver.descriptor(0, 0, table, 17, 4, 0)),
-        Box::new(|driver| driver.descriptor(0, 0, 28 << 20, 32, 4, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, table, 0, 4, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, table, 17, 4, 0)),
+        Box::new(move |driver| driver.descriptor(0, 0, 28 << 20, 32, 4, 0)),
         Box::new(move |driver| {
             indirect(driver, 0, table, 32, 4, 0);
             driver.descriptor(0, 0, table, 32, 4, 0);
@@ -323,7 +328,7 @@ fn refused(driver: &Driver<Rng>, fields: &Fields) -> StateError {
 fn each_field_of_a_state_is_looked_at() {
     let (driver, good) = saved();
     assert!(driver.thawed(rng(), &State::pack("virtio-mmio", 1, &good).unwrap()).is_ok());
-    let changes: Vec<(&str, fn(&mut Fields))> = vec![
+    let changes: Vec<(&str, Change)> = vec![
         ("status", |fields| fields.status = 0x100),
         ("status", |fields| fields.status = 4),
         ("status", |fields| fields.status = 9),
