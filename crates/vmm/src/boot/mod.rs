@@ -15,7 +15,7 @@ mod kernel;
 pub mod layout;
 mod start;
 
-pub use start::{Entry, MSRS};
+pub use start::Entry;
 
 use keiki_hv::GuestRam;
 use std::fs::File;
