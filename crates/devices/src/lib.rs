@@ -26,12 +26,20 @@
 //! log is limited ([`limit::Limit`]).
 #![forbid(unsafe_code)]
 
+pub mod balloon;
 pub mod block;
+pub mod console;
+pub mod console_log;
 pub mod device;
 pub mod disk;
 pub mod limit;
 pub mod mmio;
+pub mod net;
+pub mod power;
+pub mod rng;
+pub mod serial;
 pub mod virtio;
+pub mod vmgenid;
 mod watch;
 
 pub use device::{Device, Event, Interrupt, Memory, State, StateError};

@@ -145,6 +145,11 @@ impl<D: VirtioDevice> Mmio<D> {
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }
+
+    /// Tells the guest that the configuration space changed.
+    pub fn config_changed(&mut self) {
+        self.rings.config_changed();
+    }
 }
 
 impl<D: VirtioDevice> Device for Mmio<D> {

@@ -21,7 +21,6 @@ use std::{
     thread::JoinHandle,
     time::{Duration, Instant},
 };
-use vmm_sys_util::eventfd::EventFd;
 
 /// Bytes of a vCPU thread's stack.
 const STACK: usize = 256 << 10;
@@ -46,7 +45,7 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     bus: Arc<dyn Bus>,
-    on_end: EventFd,
+    on_end: Box<dyn Fn() + Send + Sync>,
 }
 
 /// A vCPU, and how to make its thread leave the guest.
@@ -86,13 +85,18 @@ impl std::fmt::Debug for Cpus {
 }
 
 impl Cpus {
-    /// Starts a thread for each vCPU, parked. `on_end` is signalled when one cannot go on.
+    /// Starts a thread for each vCPU, parked. `on_end` is called, on its thread, when one cannot go on.
     ///
     /// # Errors
     /// Those of starting threads.
-    pub fn start(vcpus: Vec<Vcpu>, bus: Arc<dyn Bus>, on_end: EventFd) -> Result<Self> {
-        install_handler()?;
+    pub fn start(
+        vcpus: Vec<Vcpu>,
+        bus: Arc<dyn Bus>,
+        on_end: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self> {
+        install_kick()?;
         let state = Mutex::new(State { wanted: Wanted::Park, parked: 0, ended: None });
+        let on_end = Box::new(on_end);
         let shared = Arc::new(Shared { state, changed: Condvar::new(), bus, on_end });
         let mut cpus = Self { shared, seats: Vec::new(), threads: Vec::new() };
         for mut vcpu in vcpus {
@@ -245,7 +249,7 @@ fn serve(seat: &Seat, shared: &Shared) {
         drop(vcpu);
         if let Some(end) = end {
             lock(&shared.state).ended.get_or_insert(end);
-            let _ = shared.on_end.write(1);
+            (shared.on_end)();
         }
     }
 }
@@ -255,8 +259,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The signal that makes `KVM_RUN` return has to be handled by something.
-fn install_handler() -> Result<()> {
+/// Handles the signal that makes `KVM_RUN` return, by nothing. Early in the life of a process: all its copies inherit it, so the
+/// signal, the only one that relatives may send each other, never ends one.
+///
+/// # Errors
+/// That of the call.
+pub fn install_kick() -> Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     static ONCE: Once = Once::new();
     let mut result = Ok(());

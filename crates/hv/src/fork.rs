@@ -30,9 +30,7 @@ pub enum Side {
 /// # Errors
 /// That of the call: no room for a process or its page tables. A copy that cannot close its descriptors ends at once.
 pub fn fork(keep: &[BorrowedFd<'_>]) -> io::Result<Side> {
-    let mut keep: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
-    keep.sort_unstable();
-    keep.dedup();
+    let keep = sorted(keep);
     // SAFETY: the copy has one thread. No other thread of this process holds a lock at this point (see above),
     // and the C library keeps its own usable across a fork.
     let pid = unsafe { libc::fork() };
@@ -67,6 +65,21 @@ pub fn ignore_children() -> io::Result<()> {
         libc::SIG_ERR => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
+}
+
+/// Closes every descriptor but the standard ones and these: what a process was started with by accident.
+///
+/// # Errors
+/// That of the call.
+pub fn close_all_but(keep: &[BorrowedFd<'_>]) -> io::Result<()> {
+    close_others(&sorted(keep))
+}
+
+fn sorted(keep: &[BorrowedFd<'_>]) -> Vec<RawFd> {
+    let mut keep: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
+    keep.sort_unstable();
+    keep.dedup();
+    keep
 }
 
 /// Closes what lies between the sorted descriptors.

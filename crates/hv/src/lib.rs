@@ -23,7 +23,7 @@ pub mod state;
 mod vcpu;
 mod vm;
 
-pub use cpus::Cpus;
+pub use cpus::{Cpus, install_kick};
 pub use error::{Error, Result};
 pub use kvm_bindings;
 pub use memory::{BLOCK, GuestRam, HOLE, HugePages, Memory, Span, layout};

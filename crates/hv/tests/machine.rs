@@ -10,7 +10,6 @@ use std::{
 };
 use tiny::{COUNT, COUNTER, EVERY_EXIT, Log, in_child, kvm, machine, ram, read_u32, restore, save};
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::EventFd;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -156,8 +155,7 @@ fn vcpus_are_parked_again_and_again() {
     let ram = ram(4);
     let log = Arc::new(Log::default());
     let (vm, vcpus, model) = machine(&kvm, &ram, COUNTER, 2);
-    let end = EventFd::new(0).unwrap();
-    let cpus = Cpus::start(vcpus, log.clone(), end).unwrap();
+    let cpus = Cpus::start(vcpus, log.clone(), || {}).unwrap();
     assert!(cpus.is_parked());
     let mut last = 0;
     for round in 0..300 {
@@ -181,7 +179,7 @@ fn vcpus_are_parked_again_and_again() {
     let child = in_child(&[kvm.as_fd()], || {
         let (_vm, vcpus) = restore(&kvm, &ram, &model, &state);
         let log = Arc::new(Log::default());
-        let cpus = Cpus::start(vcpus, log.clone(), EventFd::new(0).unwrap()).unwrap();
+        let cpus = Cpus::start(vcpus, log.clone(), || {}).unwrap();
         cpus.run();
         while log.len() < 50 {
             std::thread::yield_now();
@@ -209,10 +207,12 @@ fn a_guest_that_ends_says_so() {
             sregs
         })
         .unwrap();
-    let end = EventFd::new(0).unwrap();
-    let cpus = Cpus::start(vcpus, Arc::new(Log::default()), end.try_clone().unwrap()).unwrap();
+    let (said, end) = std::sync::mpsc::channel();
+    let said = std::sync::Mutex::new(said);
+    let on_end = move || said.lock().unwrap().send(()).unwrap();
+    let cpus = Cpus::start(vcpus, Arc::new(Log::default()), on_end).unwrap();
     cpus.run();
-    end.read().unwrap();
+    end.recv_timeout(10 * SECOND).unwrap();
     assert!(matches!(cpus.ended(), Some(End::Shutdown | End::Failed(_))), "{:?}", cpus.ended());
     // It can still be parked and dropped.
     cpus.park(SECOND).unwrap();
