@@ -33,12 +33,7 @@ fn try_confine(root: &Path, resources: &Resources, shape: Shape, pid: u32) -> io
     let group = group(root, resources);
     fs::create_dir_all(&group)?;
     for above in [root, &root.join(OURS)] {
-        let enabled = fs::read_to_string(above.join("cgroup.subtree_control")).unwrap_or_default();
-        for controller in CONTROLLERS {
-            if !enabled.split_whitespace().any(|name| name == controller) {
-                fs::write(above.join("cgroup.subtree_control"), format!("+{controller}"))?;
-            }
-        }
+        enable(above, &CONTROLLERS)?;
     }
     let memory = (u64::from(shape.memory_mib) << 20).saturating_add(OVERHEAD);
     fs::write(group.join("memory.max"), memory.to_string())?;
@@ -48,7 +43,11 @@ fn try_confine(root: &Path, resources: &Resources, shape: Shape, pid: u32) -> io
 
 /// Removes a monitor's group. It must have ended; a group that is still busy stays, empty, and costs nothing.
 pub(crate) fn remove(resources: &Resources) {
-    match fs::remove_dir(group(Path::new(ROOT), resources)) {
+    remove_group(&group(Path::new(ROOT), resources));
+}
+
+fn remove_group(group: &Path) {
+    match fs::remove_dir(group) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::debug!(%error, "a control group stays");
         }
@@ -57,8 +56,96 @@ pub(crate) fn remove(resources: &Resources) {
 }
 
 fn group(root: &Path, resources: &Resources) -> PathBuf {
-    let digest = blake3::hash(resources.dir.as_os_str().as_encoded_bytes()).to_hex();
-    root.join(OURS).join(digest.chars().take(32).collect::<String>())
+    root.join(OURS).join(name(&resources.dir))
+}
+
+/// Name of the group of whoever has this directory.
+pub(crate) fn name(dir: &Path) -> String {
+    blake3::hash(dir.as_os_str().as_encoded_bytes()).to_hex().chars().take(32).collect()
+}
+
+/// Lets the groups below have limits of these kinds.
+fn enable(group: &Path, controllers: &[&str]) -> io::Result<()> {
+    let file = group.join("cgroup.subtree_control");
+    let enabled = fs::read_to_string(&file).unwrap_or_default();
+    let missing =
+        controllers.iter().filter(|wanted| !enabled.split_whitespace().any(|name| name == **wanted));
+    missing.map(|controller| format!("+{controller}")).try_for_each(|word| fs::write(&file, word))
+}
+
+/// A group for the memory of relatives, with groups below it that limit everything else.
+#[derive(Debug)]
+pub(crate) struct LineageGroup(PathBuf);
+
+impl LineageGroup {
+    /// That of the relatives which run as this user. None where the host has no such groups.
+    pub(crate) fn make(store: &Path, user: u32) -> Option<Self> {
+        Self::make_below(Path::new(ROOT), store, user)
+    }
+
+    fn make_below(root: &Path, store: &Path, user: u32) -> Option<Self> {
+        if lacking(root).is_some() {
+            return None;
+        }
+        let group = root.join(OURS).join(format!("{}-{user}", name(store)));
+        let made = fs::create_dir_all(&group).and_then(|()| {
+            enable(root, &CONTROLLERS)?;
+            enable(&root.join(OURS), &CONTROLLERS)?;
+            // Not memory: it moves between relatives, and is the lineage's. A share of the processors is welcome.
+            enable(&group, &["pids"])?;
+            for above in [root, &root.join(OURS), &group] {
+                if let Err(error) = enable(above, &["cpu"]) {
+                    tracing::debug!(%error, "monitors share the processors without control groups");
+                }
+            }
+            Ok(())
+        });
+        match made {
+            Ok(()) => Some(Self(group)),
+            Err(error) => {
+                tracing::warn!(user, %error, "monitors run without memory and task limits");
+                // Nobody is in it yet.
+                let _ = fs::remove_dir(&group);
+                None
+            }
+        }
+    }
+
+    /// What all relatives together may use.
+    pub(crate) fn limit(&self, bytes: u64) {
+        if let Err(error) = fs::write(self.0.join("memory.max"), bytes.to_string()) {
+            tracing::warn!(group = %self.0.display(), %error, "relatives have another memory limit than they should");
+        }
+    }
+
+    /// Puts a process into the group of this name.
+    pub(crate) fn confine(&self, name: &str, pid: u32) {
+        let group = self.0.join(name);
+        let confined = fs::create_dir_all(&group).and_then(|()| {
+            fs::write(group.join("pids.max"), TASKS.to_string())?;
+            fs::write(group.join("cgroup.procs"), pid.to_string())
+        });
+        if let Err(error) = confined {
+            tracing::warn!(pid, %error, "a monitor runs without a task limit of its own");
+        }
+    }
+
+    /// Removes the group of this name, if nobody is in it any more.
+    pub(crate) fn remove(&self, name: &str) {
+        remove_group(&self.0.join(name));
+    }
+}
+
+impl Drop for LineageGroup {
+    fn drop(&mut self) {
+        // Groups whose last process was on its way out when their machine was cleared up.
+        for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                remove_group(&entry.path());
+            }
+        }
+        remove_group(&self.0);
+    }
 }
 
 /// What `doctor` says of this host.
@@ -81,7 +168,7 @@ fn lacking(root: &Path) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{group, lacking, try_confine};
+    use super::{LineageGroup, group, lacking, try_confine};
     use crate::Resources;
     use keiki_types::Shape;
     use std::fs;
@@ -101,6 +188,23 @@ mod tests {
         let read = |name: &str| fs::read_to_string(group.join(name));
         assert_eq!((read("memory.max")?, read("pids.max")?), ((1_u64 << 30).to_string(), "512".into()));
         assert_eq!(read("cgroup.procs")?, "77");
+        Ok(())
+    }
+
+    #[test]
+    fn memory_is_limited_for_relatives_together_and_tasks_for_each() -> std::io::Result<()> {
+        let root = tempfile::tempdir()?;
+        let make = || LineageGroup::make_below(root.path(), "/store".as_ref(), 7);
+        assert!(make().is_none());
+        fs::write(root.path().join("cgroup.controllers"), "cpu memory pids\n")?;
+        let group = make().ok_or_else(|| std::io::Error::other("no group"))?;
+        group.limit(1 << 30);
+        group.confine("one", 77);
+        let read = |name: &str| fs::read_to_string(group.0.join(name));
+        assert_eq!(read("memory.max")?, (1_u64 << 30).to_string());
+        assert_eq!((read("one/pids.max")?, read("one/cgroup.procs")?), ("512".into(), "77".into()));
+        assert!(!read("cgroup.subtree_control")?.contains("memory"));
+        assert!(fs::read_to_string(root.path().join("keiki/cgroup.subtree_control")).is_ok());
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! The files of a frozen machine: made, flushed, cleared; and the store that they lie on.
 
-use crate::{Common, EngineError, Result, layers::layer_path, process::remove_file, users::show};
+use crate::{Common, EngineError, Image, Result, layers::layer_path, process::remove_file, users::show};
 use keiki_snapshot::{LAYERS_DIR, MEMORY_FILE, Manifest, STATE_FILE, SnapshotError, write_manifest};
 use keiki_types::Shape;
 use std::{
@@ -15,6 +15,19 @@ pub(crate) fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
         File::options().write(true).create_new(true).open(&path).map_err(EngineError::at("make", &path))?;
     file.set_len(u64::from(shape.memory_mib) << 20).map_err(EngineError::at("size", &path))?;
     show(&path)
+}
+
+/// Gives a machine the memory image it will run on: another name of it, or a copy that shares blocks on disk and no
+/// page in memory, so that what is read of it tells nothing of what others read.
+pub(crate) fn take_memory(image: &Image, to: &Path) -> Result<()> {
+    let from = image.dir.join(MEMORY_FILE);
+    if !image.alone {
+        return fs::hard_link(&from, to).map_err(EngineError::at("link", to));
+    }
+    let source = File::open(&from).map_err(EngineError::at("open", &from))?;
+    let copy = File::options().write(true).create_new(true).open(to).map_err(EngineError::at("make", to))?;
+    keiki_sys::files::reflink(&source, &copy).map_err(EngineError::at("fill", to))?;
+    show(to)
 }
 
 /// Removes what a freeze puts into an image's directory.

@@ -40,7 +40,7 @@ mod thaw;
 
 use crate::{
     BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat,
-    cgroup,
+    SharingScope, cgroup,
     files::{make_memory, probe_store, refusal, sentence},
     layers::check_layers,
     process::blocking,
@@ -160,7 +160,7 @@ impl Engine for Qemu {
             if jailed {
                 hide(&dir)?;
             }
-            make_memory(&dir, shape).map(|()| Image { dir, shape })
+            make_memory(&dir, shape).map(|()| Image { dir, shape, alone: false })
         })
         .await
     }
@@ -169,7 +169,7 @@ impl Engine for Qemu {
         Ok(Box::new(thaw::QemuSeat::start(&self.host, image, resources).await?))
     }
 
-    async fn load(&self, dir: &Path) -> Result<Arc<dyn Frozen>> {
+    async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>> {
         let path = dir.to_owned();
         let refused = |why| EngineError::Refused { dir: dir.to_owned(), why };
         let manifest = blocking(move || {
@@ -190,10 +190,13 @@ impl Engine for Qemu {
         if made.machine != here.machine {
             return Err(refused("its machine has other devices than this program's".into()));
         }
-        Ok(Arc::new(thaw::QemuFrozen::new(&self.host, dir, manifest)))
+        let frozen = thaw::QemuFrozen::new(&self.host, dir, manifest);
+        Ok(Arc::new(frozen.alone(scope == SharingScope::None)))
     }
 
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
         Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }
+
+    async fn close(&self) {}
 }

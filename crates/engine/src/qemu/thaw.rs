@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps,
-    files::persist,
+    files::{persist, take_memory},
     layers::{layer_path, make_layers_dir, make_top, new_name},
     process::{blocking, remove_file},
     record::{self, Layer, Record},
@@ -66,7 +66,7 @@ impl QemuSeat {
         blocking(move || {
             let (host, image, dir, path, memory) = job;
             make_layers_dir(&dir)?;
-            fs::hard_link(image.dir.join(MEMORY_FILE), &memory).map_err(EngineError::at("link", &memory))?;
+            take_memory(&image, &memory)?;
             make_top(&host.config.common, image.shape.disk_mib, &path, id)
         })
         .await?;
@@ -140,8 +140,14 @@ pub(super) struct QemuFrozen {
 
 impl QemuFrozen {
     pub(super) fn new(host: &Arc<Host>, dir: &Path, manifest: Manifest) -> Self {
-        let image = Image { dir: dir.to_owned(), shape: manifest.shape };
+        let image = Image { dir: dir.to_owned(), shape: manifest.shape, alone: false };
         Self { host: Arc::clone(host), image, manifest }
+    }
+
+    /// With memory of which each machine has a copy.
+    pub(super) fn alone(mut self, alone: bool) -> Self {
+        self.image.alone = alone;
+        self
     }
 
     /// Everything but letting it run.
