@@ -366,7 +366,7 @@ impl Machine {
             devices: self.board.save()?,
         };
         clock.step("save");
-        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
+        match fork(&[control.as_fd(), self.kvm.as_fd(), top.as_fd()]).map_err(Error::host("forking"))? {
             Side::Child => {
                 let zygote = Zygote::new(
                     self.kvm.clone(),
