@@ -29,6 +29,7 @@ pub struct ConsoleLog {
     line: Vec<u8>,
     left: u64,
     missing: u64,
+    dropped: u64,
     refilled: Instant,
 }
 
@@ -42,8 +43,14 @@ impl ConsoleLog {
             line: Vec::with_capacity(LINE),
             left: BURST,
             missing: 0,
+            dropped: 0,
             refilled: Instant::now(),
         })
+    }
+
+    /// Bytes that came too fast and were left out, in all.
+    pub fn dropped(&self) -> u64 {
+        self.dropped
     }
 
     /// Says something of the monitor's own, on a line of its own, whatever the guest used up.
@@ -62,6 +69,7 @@ impl ConsoleLog {
             Some(left) => self.left = left,
             None => {
                 self.missing = self.missing.saturating_add(1);
+                self.dropped = self.dropped.saturating_add(1);
                 return;
             }
         }
@@ -174,7 +182,7 @@ mod tests {
         assert_eq!(log.missing, 1000);
         let later = start + Duration::from_secs(1);
         (0..RATE + 7).for_each(|_| log.push(b'y', later));
-        assert_eq!(log.missing, 7);
+        assert_eq!((log.missing, log.dropped()), (7, 1007));
         log.say("the end");
         let text = text(&mut file);
         assert!(text.contains("[1000 bytes left out]") && text.ends_with("[the end]\n"));

@@ -23,13 +23,13 @@
 //! between two requests. A zygote closes the files; a thawed machine opens a disk of its own from descriptors it is given.
 
 use imago::{
-    DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder,
+    DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, ShallowMapping,
     file::File as Storage,
     io_buffers::{IoVector, IoVectorMut},
     qcow2::Qcow2,
     raw::Raw,
 };
-use keiki_snapshot::layer::{CLUSTER_BITS, HEADER_LEN, check_header, disk_bytes};
+use keiki_snapshot::layer::{CLUSTER_BITS, HEADER_LEN, check_header, disk_bytes, least_bytes};
 use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
 use vm_memory::VolatileSlice;
 
@@ -151,8 +151,10 @@ impl Disk {
 
     /// Makes a range read as zeroes. `unmap`: its room may be given back.
     pub fn write_zeroes(&mut self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let top = self.top()?;
-        if unmap { top.discard_to_zero(offset, len) } else { top.write_zeroes(offset, len) }
+        if unmap {
+            self.discard(offset, len)?;
+        }
+        self.top()?.write_zeroes(offset, len)
     }
 
     /// Gives the room of a range back, of whole clusters only.
@@ -161,7 +163,31 @@ impl Disk {
         // The last cluster of a disk may be cut short by its end.
         let end = if end == self.bytes { end } else { end / CLUSTER * CLUSTER };
         let start = offset.div_ceil(CLUSTER) * CLUSTER;
-        if start < end { self.top()?.discard_to_zero(start, end - start) } else { Ok(()) }
+        if start >= end {
+            return Ok(());
+        }
+        self.punch(start, end)?;
+        self.top()?.discard_to_zero(start, end - start)
+    }
+
+    /// Gives the room of whole clusters back to the host. The library only keeps them for what is written next. This comes
+    /// first: until the mapping is gone they read as zeroes, later they may be somebody else's.
+    fn punch(&self, mut offset: u64, end: u64) -> io::Result<()> {
+        let Some(Chain::Writable(top, file)) = &self.chain else {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        };
+        while offset < end {
+            let (mapping, len) = top.get_shallow_mapping(offset, end - offset)?;
+            if let ShallowMapping::Raw { offset, writable: true, .. } = mapping {
+                // A file system without holes keeps the room.
+                let _ = keiki_sys::files::punch(file, offset, len);
+            }
+            if len == 0 {
+                break;
+            }
+            offset += len;
+        }
+        Ok(())
     }
 
     /// Makes everything that was written durable.
@@ -185,7 +211,7 @@ impl Disk {
         if index >= MAX_LAYERS {
             return Err(DiskError::Count(index + 1));
         }
-        check_overlay(&new, index, bytes)?;
+        check_top(&new, index, bytes)?;
         top.flush().map_err(DiskError::Flush)?;
         let Some(Chain::Writable(old, file)) = self.chain.take() else { return Err(DiskError::ReadOnly) };
         let old = Arc::new(old);
@@ -273,7 +299,7 @@ fn open_lower(lower: Vec<Layer>, bytes: u64) -> Result<Option<Arc<Open>>, DiskEr
 }
 
 fn open_top(file: File, index: usize, bytes: u64, below: Option<Arc<Open>>) -> Result<Chain, DiskError> {
-    check_overlay(&file, index, bytes)?;
+    check_top(&file, index, bytes)?;
     let copy = file.try_clone().map_err(|source| DiskError::Open { index, source })?;
     Ok(Chain::Writable(open_overlay(file, index, below, true)?, copy))
 }
@@ -293,6 +319,16 @@ fn open_overlay(file: File, index: usize, below: Option<Arc<Open>>, write: bool)
 
 fn check_overlay(file: &File, index: usize, bytes: u64) -> Result<(), DiskError> {
     check_header(&header(file, index)?, bytes).map_err(|why| DiskError::Layer { index, why })
+}
+
+/// A top is written to: besides, its tables must be there.
+fn check_top(file: &File, index: usize, bytes: u64) -> Result<(), DiskError> {
+    check_overlay(file, index, bytes)?;
+    let len = file.metadata().map_err(|source| DiskError::Open { index, source })?.len();
+    if len < least_bytes(&header(file, index)?) {
+        return Err(DiskError::Layer { index, why: "is cut short" });
+    }
+    Ok(())
 }
 
 fn header(file: &File, index: usize) -> Result<[u8; HEADER_LEN], DiskError> {

@@ -336,7 +336,7 @@ impl<D: VirtioDevice> Mmio<D> {
                 Ok(built) => *queue = built,
                 Err(why) => {
                     setup.ready = false;
-                    self.rings.warn(format_args!("queue {at}: {why}"));
+                    self.rings.warn(format_args!("queue {at} is not taken: its rings {why}"));
                     self.need_reset();
                 }
             }
@@ -391,6 +391,9 @@ impl<D: VirtioDevice> Mmio<D> {
     fn need_reset(&mut self) {
         self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
         self.rings.live = false;
+        // Whatever was half done in them is not part of any state.
+        self.setups.iter_mut().for_each(|setup| setup.ready = false);
+        self.rings.queues.iter_mut().for_each(|queue| queue.set_ready(false));
         if self.is(VIRTIO_CONFIG_S_DRIVER_OK) {
             self.rings.line.raise(INT_CONFIG);
         }

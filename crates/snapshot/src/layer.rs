@@ -16,9 +16,7 @@ const MAX_REFCOUNT_CLUSTERS: u64 = 64;
 /// Checks the header of an overlay for a disk of `disk` bytes: the fields of version 3 that could reach outside the file
 /// or change its meaning. Says what is wrong.
 pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static str> {
-    let number = |at: usize, len: usize| {
-        header.iter().skip(at).take(len).fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
-    };
+    let number = |at, len| number(header, at, len);
     let (magic, version, backing, size) = (number(0, 4), number(4, 4), number(8, 8), number(24, 8));
     let backing_len = number(16, 4);
     let (cluster_bits, encryption, snapshots, incompatible) =
@@ -46,7 +44,20 @@ pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static
 
 /// The size of the disk that a header is for.
 pub fn disk_bytes(header: &[u8; HEADER_LEN]) -> u64 {
-    header.iter().skip(24).take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
+    number(header, 24, 8)
+}
+
+/// Bytes that a file with this header has at least: its two first tables. One that is to be written must have them.
+pub fn least_bytes(header: &[u8; HEADER_LEN]) -> u64 {
+    let number = |at, len| number(header, at, len);
+    let l1 = number(40, 8).saturating_add(number(36, 4) * 8);
+    let refcounts = number(48, 8).saturating_add(number(56, 4) << CLUSTER_BITS);
+    l1.max(refcounts)
+}
+
+/// A field, the most significant byte first.
+fn number(header: &[u8; HEADER_LEN], at: usize, len: usize) -> u64 {
+    header.iter().skip(at).take(len).fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 #[cfg(test)]

@@ -39,6 +39,9 @@ use vm_memory::GuestAddress;
 /// Devices with a window: disk, network, console, entropy, balloon.
 pub const WINDOWS: usize = 5;
 
+/// There is no such clock. Ones would look like one that is always busy, for which Linux waits.
+const CMOS_CLOCK: [u16; 2] = [0x70, 0x71];
+
 /// What one machine is given for itself alone.
 #[derive(Debug)]
 pub struct Resources {
@@ -97,6 +100,7 @@ pub struct Board {
     /// All of them, in order: those with windows, serial console, power, generation ID.
     devices: Vec<Shared>,
     disk: Arc<Mutex<Mmio<Block>>>,
+    serial: Arc<Mutex<Serial>>,
     power: Arc<Mutex<Power>>,
     generation: Arc<Mutex<VmGenId>>,
     bus: Arc<Bus>,
@@ -132,7 +136,12 @@ impl Board {
         let mut devices = windows.clone();
         devices.extend([serial.clone() as Shared, power.clone(), generation.clone()]);
         let ports: Vec<Ports> = vec![
-            Ports { first: layout::SERIAL_PORT, last: layout::SERIAL_PORT + 7, offset: 0, device: serial },
+            Ports {
+                first: layout::SERIAL_PORT,
+                last: layout::SERIAL_PORT + 7,
+                offset: 0,
+                device: serial.clone(),
+            },
             Ports {
                 first: layout::SLEEP_PORT,
                 last: layout::RESET_PORT,
@@ -147,7 +156,13 @@ impl Board {
             },
         ];
         let bus = Arc::new(Bus { windows, ports, exits: AtomicU64::new(0) });
-        Ok(Self { devices, disk, power, generation, bus })
+        Ok(Self { devices, disk, serial, power, generation, bus })
+    }
+
+    /// Bytes of the guest's console that came too fast.
+    #[must_use]
+    pub fn console_dropped(&self) -> u64 {
+        lock(&self.serial).dropped()
     }
 
     /// What the guest wants of its machine, if it said so.
@@ -322,7 +337,7 @@ impl keiki_hv::Bus for Bus {
     fn port_read(&self, port: u16, data: &mut [u8]) {
         match self.at_port(port) {
             Some((device, offset)) => lock(device).read(offset, data),
-            None => data.fill(0xff),
+            None => data.fill(if CMOS_CLOCK.contains(&port) { 0 } else { 0xff }),
         }
     }
 

@@ -205,3 +205,141 @@ const fn number(version: u32) -> u16 {
     assert!(version <= u16::MAX as u32);
     version as u16
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keiki_hv::cpuid::Baseline;
+    use proptest::prelude::*;
+
+    /// A machine of two vCPUs, without KVM.
+    fn frozen() -> Frozen {
+        let vcpu = |id| VcpuState {
+            version: VCPU_STATE,
+            id,
+            tsc_khz: 1_000_000,
+            regs: Default::default(),
+            sregs: Default::default(),
+            msrs: vec![(0x10, 5)],
+            xcrs: Default::default(),
+            xsave: Default::default(),
+            debug: Default::default(),
+            lapic: Default::default(),
+            events: Default::default(),
+            mp_state: Default::default(),
+        };
+        Frozen {
+            config: Config {
+                shape: Shape { vcpus: 2, memory_mib: 64 },
+                devices: Devices { mac: [1, 2, 3, 4, 5, 6], agent_port: "port".into() },
+            },
+            cpu: CpuModel {
+                version: CPU_MODEL,
+                baseline: Baseline::Host,
+                vcpus: 2,
+                entries: vec![[1, 0, 0, 1, 2, 3, 4]],
+            },
+            vm: VmState {
+                version: VM_STATE,
+                pic_master: Default::default(),
+                pic_slave: Default::default(),
+                ioapic: Default::default(),
+                pit: Default::default(),
+                clock: Default::default(),
+            },
+            vcpus: vec![vcpu(0), vcpu(1)],
+            devices: vec![State { kind: "thing".into(), version: 3, data: vec![1, 2, 3] }],
+        }
+    }
+
+    /// A file whose checksum is right, whatever its parts.
+    fn file(parts: &[State]) -> Vec<u8> {
+        let body = postcard::to_stdvec(parts).unwrap();
+        let mut bytes = [&MAGIC[..], &VERSION.to_le_bytes(), &(body.len() as u64).to_le_bytes()].concat();
+        bytes.extend(blake3::hash(&body).as_bytes());
+        bytes.extend(body);
+        bytes
+    }
+
+    fn parts() -> Vec<State> {
+        postcard::from_bytes(&frozen().to_bytes().unwrap()[HEADER..]).unwrap()
+    }
+
+    fn refused(parts: &[State]) -> String {
+        Frozen::from_bytes(&file(parts)).expect_err("it was taken").to_string()
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let bytes = frozen().to_bytes().unwrap();
+        let again = Frozen::from_bytes(&bytes).unwrap();
+        assert_eq!(again.to_bytes().unwrap(), bytes);
+        assert_eq!((again.config, again.devices), (frozen().config, frozen().devices));
+        assert_eq!(file(&parts()), bytes);
+    }
+
+    #[test]
+    fn every_part_says_what_it_is() {
+        let names = [MACHINE, CPU, VM, VCPU, VCPU];
+        for (index, name) in names.into_iter().enumerate() {
+            let change = |what: &dyn Fn(&mut State)| {
+                let mut parts = parts();
+                what(&mut parts[index]);
+                refused(&parts)
+            };
+            assert!(change(&|part| part.kind = "other".into()).contains("other"), "{name}");
+            assert!(change(&|part| part.version = 77).contains("version 77"), "{name}");
+            assert!(change(&|part| part.data.push(0)).contains(name), "{name}");
+            assert!(change(&|part| part.data.truncate(part.data.len() - 1)).contains(name), "{name}");
+            let mut fewer = parts();
+            fewer.truncate(index);
+            assert_eq!(refused(&fewer), format!("the state file ends before its {name} part"));
+        }
+    }
+
+    #[test]
+    fn every_field_that_is_used_here_is_checked() {
+        let changed = |change: &dyn Fn(&mut Frozen)| {
+            let mut frozen = frozen();
+            change(&mut frozen);
+            Frozen::from_bytes(&frozen.to_bytes().unwrap()).expect_err("it was taken").to_string()
+        };
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 0), "the state file is of a machine with 0 vCPUs");
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 99), "the state file is of a machine with 99 vCPUs");
+        assert!(changed(&|f| f.cpu.vcpus = 1).contains("another number of vCPUs"));
+        assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 belongs"));
+        assert!(changed(&|f| f.vcpus.truncate(1)).contains("state of a thing device where"));
+        let many = vec![State { kind: "x".into(), version: 0, data: Vec::new() }; MAX_PARTS + 1];
+        assert!(refused(&many).contains("257 parts"));
+        // A kernel structure with a byte too few, its length told right.
+        let mut parts = parts();
+        let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
+        parts[2].data = postcard::to_stdvec(&short).unwrap();
+        assert!(refused(&parts).contains("kvm part of the state file has structures of another size"));
+    }
+
+    proptest! {
+        /// A byte changed anywhere, with and without the checksum put right: refused, or read as what it says.
+        #[test]
+        fn no_bytes_are_too_strange(at: prop::sample::Index, value: u8, cut: prop::sample::Index, sum: bool) {
+            let mut bytes = frozen().to_bytes().unwrap();
+            let at = at.index(bytes.len());
+            let changed = bytes[at] != value;
+            bytes[at] = value;
+            bytes.truncate(if sum { bytes.len() } else { cut.index(bytes.len()) + 1 });
+            if sum && bytes.len() > HEADER {
+                let body = blake3::hash(&bytes[HEADER..]);
+                bytes[20..HEADER].copy_from_slice(body.as_bytes());
+            }
+            let read = Frozen::from_bytes(&bytes);
+            if !sum && changed {
+                prop_assert!(read.is_err());
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(Frozen::from_bytes(&bytes).is_err());
+        }
+    }
+}

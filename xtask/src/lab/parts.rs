@@ -10,7 +10,8 @@ use std::{
 };
 
 /// What a node runs, and what tests look with.
-const PACKAGES: [&str; 13] = [
+const PACKAGES: [&str; 15] = [
+    "busybox-static",
     "ca-certificates",
     "curl",
     "e2fsprogs",
@@ -24,6 +25,7 @@ const PACKAGES: [&str; 13] = [
     "qemu-utils",
     "strace",
     "xfsprogs",
+    "xz-utils",
 ];
 const DISK_MIB: u32 = 3072;
 /// Has the commands of [`INIT`].

@@ -15,15 +15,11 @@ mod kernel;
 pub mod layout;
 mod start;
 
-pub use start::{Entry, MSRS};
+pub use start::Entry;
 
 use keiki_hv::GuestRam;
 use std::fs::File;
 use vm_memory::{Bytes, GuestAddress};
-
-/// What every guest's command line begins with. Nothing to wait for or to probe: no PCI, no beeps on the console, one
-/// serial port; a guest that panics ends its machine.
-pub const COMMAND_LINE: &str = "console=ttyS0 8250.nr_uarts=1 quiet panic=-1 pci=off tsc=reliable";
 
 /// Why a machine cannot boot.
 #[derive(Debug, thiserror::Error)]

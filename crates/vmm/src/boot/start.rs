@@ -6,7 +6,7 @@ use keiki_hv::{GuestRam, Result as HvResult, Vcpu};
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 
 /// Model-specific registers that firmware would have set: string instructions are fast, and all memory can be cached.
-pub const MSRS: [(u32, u64); 2] = [(0x1a0, 1), (0x2ff, 1 << 11 | 6)];
+const MSRS: [(u32, u64); 2] = [(0x1a0, 1), (0x2ff, 1 << 11 | 6)];
 
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
@@ -37,12 +37,15 @@ pub enum Entry {
 }
 
 impl Entry {
-    /// Sets up the first vCPU.
+    /// Sets up a vCPU, each of a machine: what is said of memory must be the same on all, the rest is the first one's.
     ///
     /// # Errors
     /// Those of the calls.
     pub fn apply(self, vcpu: &Vcpu) -> HvResult<()> {
         vcpu.set_msrs(&MSRS)?;
+        if vcpu.id() != 0 {
+            return Ok(());
+        }
         let mut sregs = vcpu.sregs()?;
         self.special(&mut sregs);
         vcpu.set_sregs(&sregs)?;

@@ -185,7 +185,9 @@ impl Place {
             mark: "test".into(),
         };
         let mut command = Command::new(env!("CARGO_BIN_EXE_keiki-vmm"));
-        command.args(start.to_args()).env_clear().stdin(Stdio::null());
+        let log = self.dir.path().join("stderr");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        command.args(start.to_args()).env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let setup = Setup { keep: vec![theirs], ..Setup::default() };
         let (process, _) = Process::spawn(&mut command, setup).unwrap();
         Monitor { process, client, files: None }
@@ -282,7 +284,7 @@ impl Place {
             shape: Shape { vcpus: 1, memory_mib: 16 },
         };
         if let Some(base) = base {
-            std::fs::copy(base, &stored.memory).unwrap();
+            keiki_sys::sparse::copy(base, &stored.memory).unwrap();
         }
         let persisted = self.try_persist(zygote, &stored, zygote.process.pid()).unwrap();
         (Stored { digest: persisted.digest, ..stored }, persisted)
