@@ -493,7 +493,11 @@ fn write_forever(dir: &Path) -> ! {
     let base = Layer { format: Format::Raw, file: open("base") };
     let mut disk = Disk::open(vec![base], Some(open("top"))).unwrap();
     let flushed = open("flushed");
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
     for step in 0..1000 {
+        // A monitor that forks has no threads but its own. The parent of this test waits in vain otherwise.
+        assert_eq!(threads(), before);
         let (offset, bytes) = step_of(step);
         put(&mut disk, offset, &bytes);
         disk.flush().unwrap();
