@@ -40,7 +40,7 @@
 //! states are kept as seeds of the fuzz targets, and a test takes them.
 //!
 //! **System calls.** Running devices make these, and a jail has to allow them: `read`, `write`, `recvfrom`, `sendto`,
-//! `accept4`, `poll`, `epoll_ctl`, `epoll_pwait`, `preadv`, `pwritev`, `pread64`, `pwrite64`, `fallocate`, `ftruncate`,
+//! `accept4`, `ppoll`, `epoll_ctl`, `epoll_pwait`, `preadv`, `pwritev`, `pread64`, `pwrite64`, `fallocate`, `ftruncate`,
 //! `fsync`, `statx` or `fstat`, `fstatfs`, `fcntl`, `ioctl` (of taps), `getrandom`, `timerfd_settime`; making them also `eventfd2`,
 //! `epoll_create1`, `timerfd_create`.
 //!

@@ -471,6 +471,23 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
 }
 
 #[test]
+fn a_driver_without_flush_is_written_through() {
+    let store = Store::new(8 * MIB);
+    let disk = Disk::open(vec![store.raw("base", &[])], Some(store.top("top"))).unwrap();
+    let mut driver = Driver::new(Block::new(disk, "disk0"));
+    // The library keeps new reference counts to itself until it is flushed.
+    write(&mut driver, 8, &[1; 512]);
+    let path = store.path("top");
+    let checks =
+        || Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&path).output().unwrap();
+    assert!(!checks().status.success(), "not flushed");
+    let features = driver.offered() & !(1 << 9);
+    driver.negotiate(features);
+    write(&mut driver, 8, &[2; 512]);
+    assert!(checks().status.success());
+}
+
+#[test]
 fn the_configuration_is_where_the_specification_has_it() {
     use virtio_bindings::virtio_blk::virtio_blk_config;
     let store = Store::new(8 * MIB);
