@@ -471,6 +471,33 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
 }
 
 #[test]
+fn a_long_chain_is_read_and_one_too_long_refused() {
+    let store = Store::new(MIB);
+    let mut disk = Disk::open(vec![store.raw("base", &[1; 512])], Some(store.top("t0"))).unwrap();
+    let empty = std::fs::read(store.path("t0")).unwrap();
+    let next = |nth: usize| {
+        let path = store.path(&format!("t{nth}"));
+        std::fs::write(&path, &empty).unwrap();
+        File::options().read(true).write(true).open(path).unwrap()
+    };
+    for nth in 1..MAX_LAYERS - 1 {
+        put(&mut disk, 512 * nth as u64, &[nth as u8; 512]);
+        disk.switch_top(next(nth)).unwrap();
+    }
+    let sectors = whole(&disk, 0, 512 * (MAX_LAYERS - 1));
+    assert!(
+        sectors
+            .chunks(512)
+            .enumerate()
+            .all(|(nth, sector)| sector.iter().all(|&byte| byte == nth.max(1) as u8))
+    );
+    assert!(matches!(disk.switch_top(next(1000)), Err(DiskError::Count(count)) if count == MAX_LAYERS + 1));
+    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it goes on");
+    // What was written to earlier tops is synced once.
+    disk.flush().unwrap();
+}
+
+#[test]
 fn a_driver_without_flush_is_written_through() {
     let store = Store::new(8 * MIB);
     let disk = Disk::open(vec![store.raw("base", &[])], Some(store.top("top"))).unwrap();
