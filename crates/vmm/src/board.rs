@@ -103,6 +103,7 @@ pub struct Board {
     /// All of them, in order: those with windows, serial console, power, generation ID.
     devices: Vec<Shared>,
     disk: Arc<Mutex<Mmio<Block>>>,
+    serial: Arc<Mutex<Serial>>,
     power: Arc<Mutex<Power>>,
     generation: Arc<Mutex<VmGenId>>,
     bus: Arc<Bus>,
@@ -139,7 +140,12 @@ impl Board {
         let mut devices: Vec<Shared> = windows.iter().map(|window| window.device.clone()).collect();
         devices.extend([serial.clone() as Shared, power.clone(), generation.clone()]);
         let ports: Vec<Ports> = vec![
-            Ports { first: layout::SERIAL_PORT, last: layout::SERIAL_PORT + 7, offset: 0, device: serial },
+            Ports {
+                first: layout::SERIAL_PORT,
+                last: layout::SERIAL_PORT + 7,
+                offset: 0,
+                device: serial.clone(),
+            },
             Ports {
                 first: layout::SLEEP_PORT,
                 last: layout::RESET_PORT,
@@ -154,7 +160,13 @@ impl Board {
             },
         ];
         let bus = Arc::new(Bus { windows, ports, exits: AtomicU64::new(0) });
-        Ok(Self { devices, disk, power, generation, bus })
+        Ok(Self { devices, disk, serial, power, generation, bus })
+    }
+
+    /// Bytes of the guest's console that came too fast.
+    #[must_use]
+    pub fn console_dropped(&self) -> u64 {
+        lock(&self.serial).dropped()
     }
 
     /// What the guest wants of its machine, if it said so.

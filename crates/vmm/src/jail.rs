@@ -89,7 +89,6 @@ const CALLS: &[(i64, &str)] = &[
     (libc::SYS_fdatasync, "flush of a disk"),
     (libc::SYS_fstat, "sizes of files"),
     (libc::SYS_newfstatat, "sizes of files: how the C library asks for them"),
-    (libc::SYS_fstatfs, "disk layers: what their file system can do"),
     (libc::SYS_statx, "sizes of files: how the standard library asks for them"),
     (libc::SYS_fstatfs, "block sizes of disk layers"),
     (libc::SYS_close, "descriptors"),

@@ -109,7 +109,8 @@ impl Machine {
             };
             let entry = boot::load(&ram, spec)?;
             board.renew(boot.generation)?;
-            vcpus.first().map_or(Ok(()), |vcpu| Ok(entry.apply(vcpu)?))
+            vcpus.iter().try_for_each(|vcpu| entry.apply(vcpu))?;
+            Ok(())
         })?;
         machine.run()?;
         Ok(machine)
@@ -301,7 +302,7 @@ impl Machine {
     }
 
     fn stats(&self) -> Reply {
-        let (exits, console_dropped) = (self.board.bus().exits(), 0);
+        let (exits, console_dropped) = (self.board.bus().exits(), self.board.console_dropped());
         Reply::Stats(control::Stats { exits, console_dropped })
     }
 
