@@ -390,6 +390,48 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_long_disk_chain_becomes_short() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    let layers = |machine: &dyn Machine| -> Result<usize> {
+        let text = fs::read(machine.resources().dir.join("machine.json"))?;
+        let record: serde_json::Value = serde_json::from_slice(&text)?;
+        Ok(record["layers"].as_array().context("no layers")?.len())
+    };
+    let mut frozen = lab.freeze(machine.as_ref()).await?;
+    for _ in 0..12 {
+        frozen = lab.freeze(machine.as_ref()).await?;
+    }
+    let begun = Instant::now();
+    while layers(machine.as_ref())? > 8 {
+        ensure!(begun.elapsed() < PATIENCE, "{} layers", layers(machine.as_ref())?);
+        // One that came too late for the last freeze is made by the next.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        frozen = lab.freeze(machine.as_ref()).await?;
+    }
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 1).await?;
+    let child = lab.thaw(frozen.as_ref()).await?;
+    beyond(child.as_ref(), count).await?;
+    // Generations one after the other: a lineage begins anew before the kernel has to walk too far.
+    let mut machine = {
+        machine.stop().await?;
+        child
+    };
+    for _ in 0..36 {
+        let frozen = lab.freeze(machine.as_ref()).await?;
+        let next = lab.thaw(frozen.as_ref()).await?;
+        machine.stop().await?;
+        machine = next;
+    }
+    beyond(machine.as_ref(), count + 2).await?;
+    machine.stop().await?;
+    drop(frozen);
+    lab.engine.close().await;
+    lab.all_gone().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_fails_leaves_nothing() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let machine = lab.boot().await?;

@@ -15,7 +15,7 @@ use super::{
 use crate::{
     EngineError, Resources, Result,
     process::{Watched, blocking},
-    record::{self, CONTROL, Record},
+    record::{CONTROL, Record},
 };
 use keiki_control::Request;
 use keiki_sys::process::Process;
@@ -42,7 +42,7 @@ pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Opt
 
 async fn clear(resources: &Resources) -> Result<Option<KvmMachine>> {
     let resources = resources.clone();
-    blocking(move || record::clear(&resources)).await.map(|()| None)
+    blocking(move || super::machine::clear(&resources)).await.map(|()| None)
 }
 
 /// On error its process has ended.

@@ -29,7 +29,7 @@ use keiki_snapshot::{Format, MEMORY_FILE};
 use std::{fs, fs::File, path::Path, sync::Arc, time::Duration};
 
 /// Freezes the machine into `image`. On error the image's directory is empty and the machine goes on.
-pub(super) async fn freeze(machine: &Running, image: Image) -> Result<(KvmFrozen, FreezeReport)> {
+pub(super) async fn freeze(machine: &Arc<Running>, image: Image) -> Result<(KvmFrozen, FreezeReport)> {
     let mut record = machine.record.lock().await;
     if image.shape != machine.shape {
         return Err(EngineError::Monitor("has another shape than the image".into()));
@@ -48,11 +48,12 @@ pub(super) async fn freeze(machine: &Running, image: Image) -> Result<(KvmFrozen
 }
 
 async fn try_freeze(
-    machine: &Running,
+    machine: &Arc<Running>,
     record: &mut Record,
     image: &Image,
 ) -> Result<(KvmFrozen, FreezeReport)> {
     let mut watch = Stopwatch::start();
+    super::chain::settle(machine, record).await?;
     let top = prepare(machine, record).await?;
     let (client, theirs) = Client::pair().map_err(failed)?;
     // Admitted before it is made: at worst it keeps every page that the machine rewrites.
@@ -81,6 +82,7 @@ async fn try_freeze(
     .await?;
     watch.step("layers");
     let frozen = KvmFrozen::fresh(&machine.host, image.clone(), layers, zygote, hello.generation);
+    super::chain::shorten(machine, record);
     let pause = Duration::from_nanos(report.vcpu_pause_ns);
     Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
 }

@@ -207,6 +207,7 @@ impl KvmFrozen {
         let record = new_record(&monitor, self.image.shape, layers, top);
         let machine = assemble(&self.host, monitor, resources, record).await?;
         watch.step("run");
+        super::chain::shorten(&machine.0, &*machine.0.record.lock().await);
         Ok(machine)
     }
 }

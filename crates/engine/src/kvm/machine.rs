@@ -21,7 +21,12 @@ use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Ro
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
-use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+};
 use tokio::sync::Mutex;
 
 /// The handle that the node holds.
@@ -34,6 +39,8 @@ pub(super) struct Running {
     pub(super) resources: Resources,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
+    /// Somebody makes its disk chain shorter.
+    pub(super) shortening: AtomicBool,
 }
 
 impl Running {
@@ -131,6 +138,7 @@ pub(super) async fn assemble(
         resources: resources.clone(),
         shape: record.shape,
         record: Mutex::new(record),
+        shortening: AtomicBool::new(false),
     })))
 }
 
@@ -166,7 +174,7 @@ impl Machine for KvmMachine {
         self.0.monitor.watched.kill().await?;
         let _record = self.0.record.lock().await;
         let resources = self.0.resources.clone();
-        blocking(move || record::clear(&resources)).await
+        blocking(move || clear(&resources)).await
     }
 
     async fn ended(&self) -> String {
@@ -204,6 +212,12 @@ impl KvmMachine {
             }
         }
     }
+}
+
+/// Removes everything that the engine keeps in a machine's resources.
+pub(super) fn clear(resources: &Resources) -> Result<()> {
+    super::chain::remove_place(&resources.dir.join(super::chain::PLACE))?;
+    record::clear(resources)
 }
 
 /// The shape as a monitor is told it.

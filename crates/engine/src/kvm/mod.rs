@@ -12,11 +12,13 @@
 //! - `lineage`: who shares a user and a memory limit
 //! - `ground`: what one copy owns, opened
 //! - `machine`, `freeze`: a machine that runs, and how it is frozen
+//! - `chain`: disk chains kept short
 //! - `frozen`, `resident`: zygotes: forked ones, and those of stored machines
 //! - `adopt`: machines found again
 //! - `probe`: whether KVM here is worth using
 
 mod adopt;
+mod chain;
 mod control;
 mod freeze;
 mod frozen;
