@@ -254,6 +254,16 @@ impl Place {
         (Monitor { process, client, files: Some(files) }, frozen)
     }
 
+    /// Gives the machine one raw layer in place of all that lie below its top.
+    pub fn flatten(&self, machine: &mut Monitor, bottom: &Path) {
+        let fds = [(Role::Layer, File::open(bottom).unwrap().into())];
+        let reply = machine.client.call(&Request::Layers, &borrow(&fds), PATIENCE).unwrap().reply;
+        assert_eq!(reply, Reply::Done);
+        let layers = &mut machine.files.as_mut().unwrap().layers;
+        layers.drain(..layers.len() - 1);
+        layers.insert(0, bottom.to_owned());
+    }
+
     pub fn try_thaw(&self, zygote: &mut Monitor) -> Result<(Monitor, Thawed), ControlError> {
         let (files, fds) = self.copy_files(zygote);
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
