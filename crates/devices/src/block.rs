@@ -47,6 +47,8 @@ const VERSION: u16 = 1;
 pub struct Block {
     disk: Disk,
     id: String,
+    /// The driver knows of no flush: what it wrote is durable when it is told so.
+    write_through: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +85,7 @@ enum Refused {
 impl Block {
     /// A device over a disk. The guest can read `id`, 20 bytes of it.
     pub fn new(disk: Disk, id: &str) -> Self {
-        Self { disk, id: id.into() }
+        Self { disk, id: id.into(), write_through: false }
     }
 
     /// The disk.
@@ -170,7 +172,11 @@ impl Block {
             Request::Write { offset, len } => {
                 let data =
                     volatile(memory, slice(chain.readable(), HEADER, len)).map_err(io::Error::other)?;
-                self.disk.write(&data, offset).map(|()| 0)
+                self.disk.write(&data, offset)?;
+                if self.write_through {
+                    self.disk.flush()?;
+                }
+                Ok(0)
             }
             Request::Flush => self.disk.flush().map(|()| 0),
             Request::Discard(ranges) => {
@@ -249,7 +255,9 @@ impl VirtioDevice for Block {
         config
     }
 
-    fn activate(&mut self, _features: u64) {}
+    fn activate(&mut self, features: u64) {
+        self.write_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
+    }
 
     fn reset(&mut self) {}
 
@@ -271,7 +279,7 @@ impl VirtioDevice for Block {
         State::pack(KIND, VERSION, &state)
     }
 
-    fn restore(&mut self, state: &State, _features: u64) -> Result<(), StateError> {
+    fn restore(&mut self, state: &State, features: u64) -> Result<(), StateError> {
         let state: BlockState = state.unpack(KIND, VERSION)?;
         let bad = |field, why| Err(StateError::Field { kind: KIND, field, why });
         if state.bytes != self.disk.bytes() {
@@ -280,6 +288,7 @@ impl VirtioDevice for Block {
         if state.read_only != self.disk.is_read_only() {
             return bad("read_only", "is not what the disk that was given is");
         }
+        self.activate(features);
         Ok(())
     }
 }

@@ -35,8 +35,9 @@ use vm_memory::VolatileSlice;
 
 pub use keiki_snapshot::Format;
 
-/// Layers a disk may have.
-pub const MAX_LAYERS: usize = 64;
+/// Layers a disk may have. Far more than is good for it: what keeps chains short is elsewhere. Their descriptors fit in one
+/// message of a socket.
+pub const MAX_LAYERS: usize = 240;
 /// Bytes of a cluster.
 pub const CLUSTER: u64 = 1 << CLUSTER_BITS;
 

@@ -11,16 +11,17 @@
 //! change.
 //!
 //! The guest notifies a queue by a 32-bit write of its index to [`NOTIFY`]. The monitor may connect that to
-//! [`Mmio::queue_events`] (ioeventfd), so that no vCPU waits; without, [`Device::write`] does the same.
+//! [`Mmio::queue_events`] (ioeventfd), so that no vCPU waits; without, [`Device::write`] does the same. For the same reason it
+//! may serve [`Mmio::interrupt_status`] before it takes the device's lock.
 
 use crate::{
     Device, Event, Interrupt, Memory, State, StateError,
     limit::Limit,
-    virtio::{Fault, INT_CONFIG, Line, Rings, VirtioDevice},
+    virtio::{Fault, INT_CONFIG, InterruptStatus, Line, Rings, VirtioDevice},
     watch::{Interest, Watch},
 };
 use serde::{Deserialize, Serialize};
-use std::{io, os::fd::BorrowedFd, time::Instant};
+use std::{io, os::fd::BorrowedFd, sync::Arc, time::Instant};
 use virtio_bindings::{
     virtio_config::{
         VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
@@ -29,12 +30,12 @@ use virtio_bindings::{
     virtio_mmio::{
         VIRTIO_MMIO_CONFIG, VIRTIO_MMIO_CONFIG_GENERATION, VIRTIO_MMIO_DEVICE_FEATURES,
         VIRTIO_MMIO_DEVICE_FEATURES_SEL, VIRTIO_MMIO_DEVICE_ID, VIRTIO_MMIO_DRIVER_FEATURES,
-        VIRTIO_MMIO_DRIVER_FEATURES_SEL, VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INTERRUPT_STATUS,
-        VIRTIO_MMIO_MAGIC_VALUE, VIRTIO_MMIO_QUEUE_AVAIL_HIGH, VIRTIO_MMIO_QUEUE_AVAIL_LOW,
-        VIRTIO_MMIO_QUEUE_DESC_HIGH, VIRTIO_MMIO_QUEUE_DESC_LOW, VIRTIO_MMIO_QUEUE_NOTIFY,
-        VIRTIO_MMIO_QUEUE_NUM, VIRTIO_MMIO_QUEUE_NUM_MAX, VIRTIO_MMIO_QUEUE_READY, VIRTIO_MMIO_QUEUE_SEL,
-        VIRTIO_MMIO_QUEUE_USED_HIGH, VIRTIO_MMIO_QUEUE_USED_LOW, VIRTIO_MMIO_SHM_BASE_HIGH,
-        VIRTIO_MMIO_SHM_LEN_LOW, VIRTIO_MMIO_STATUS, VIRTIO_MMIO_VENDOR_ID, VIRTIO_MMIO_VERSION,
+        VIRTIO_MMIO_DRIVER_FEATURES_SEL, VIRTIO_MMIO_MAGIC_VALUE, VIRTIO_MMIO_QUEUE_AVAIL_HIGH,
+        VIRTIO_MMIO_QUEUE_AVAIL_LOW, VIRTIO_MMIO_QUEUE_DESC_HIGH, VIRTIO_MMIO_QUEUE_DESC_LOW,
+        VIRTIO_MMIO_QUEUE_NOTIFY, VIRTIO_MMIO_QUEUE_NUM, VIRTIO_MMIO_QUEUE_NUM_MAX, VIRTIO_MMIO_QUEUE_READY,
+        VIRTIO_MMIO_QUEUE_SEL, VIRTIO_MMIO_QUEUE_USED_HIGH, VIRTIO_MMIO_QUEUE_USED_LOW,
+        VIRTIO_MMIO_SHM_BASE_HIGH, VIRTIO_MMIO_SHM_LEN_LOW, VIRTIO_MMIO_STATUS, VIRTIO_MMIO_VENDOR_ID,
+        VIRTIO_MMIO_VERSION,
     },
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
@@ -136,6 +137,11 @@ impl<D: VirtioDevice> Mmio<D> {
         &self.rings.events
     }
 
+    /// The interrupt registers, for the monitor to serve without this device's lock.
+    pub fn interrupt_status(&self) -> Arc<InterruptStatus> {
+        Arc::clone(&self.rings.line.status)
+    }
+
     /// The device itself.
     pub fn device(&self) -> &D {
         &self.device
@@ -154,6 +160,9 @@ impl<D: VirtioDevice> Mmio<D> {
 
 impl<D: VirtioDevice> Device for Mmio<D> {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
+        if self.rings.line.status.read(offset, data) {
+            return;
+        }
         data.fill(0);
         if let Some(at) = offset.checked_sub(u64::from(VIRTIO_MMIO_CONFIG)) {
             let config = self.device.config();
@@ -168,6 +177,9 @@ impl<D: VirtioDevice> Device for Mmio<D> {
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) {
+        if self.rings.line.status.write(offset, data) {
+            return;
+        }
         if let Some(at) = offset.checked_sub(u64::from(VIRTIO_MMIO_CONFIG)) {
             if self.is(VIRTIO_CONFIG_S_DRIVER) {
                 self.device.write_config(at, data);
@@ -215,7 +227,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         });
         let state = MmioState {
             status: self.status,
-            interrupt_status: self.rings.line.status,
+            interrupt_status: self.rings.line.status.get(),
             generation: self.rings.line.generation,
             driver_features: self.driver_features,
             device_features_sel: self.device_features_sel,
@@ -233,7 +245,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         let live = state.status & VIRTIO_CONFIG_S_DRIVER_OK != 0;
         self.device.restore(&state.device, if live { state.driver_features } else { 0 })?;
         self.status = state.status;
-        self.rings.line.status = state.interrupt_status;
+        self.rings.line.status.set(state.interrupt_status);
         self.rings.line.generation = state.generation;
         self.driver_features = state.driver_features;
         self.device_features_sel = state.device_features_sel;
@@ -252,7 +264,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         }
         self.running = true;
         (0..self.rings.events.len()).for_each(|queue| self.rings.kick(queue));
-        if self.rings.line.status != 0 {
+        if self.rings.line.status.get() != 0 {
             self.rings.line.raise(0);
         }
         self.watch.set_open(true)
@@ -274,7 +286,6 @@ impl<D: VirtioDevice> Mmio<D> {
             VIRTIO_MMIO_QUEUE_READY => {
                 setup.and_then(|at| self.setups.get(at)).map_or(0, |setup| setup.ready.into())
             }
-            VIRTIO_MMIO_INTERRUPT_STATUS => self.rings.line.status,
             VIRTIO_MMIO_STATUS => self.status,
             VIRTIO_MMIO_CONFIG_GENERATION => self.rings.line.generation,
             // No shared memory: a length of all ones.
@@ -292,7 +303,6 @@ impl<D: VirtioDevice> Mmio<D> {
             }
             VIRTIO_MMIO_QUEUE_SEL => self.queue_sel = value,
             VIRTIO_MMIO_QUEUE_NOTIFY => self.rings.kick(value as usize),
-            VIRTIO_MMIO_INTERRUPT_ACK => self.rings.line.status &= !value,
             VIRTIO_MMIO_STATUS => self.set_status(value),
             VIRTIO_MMIO_QUEUE_READY => self.set_ready(value & 1 != 0),
             _ => self.set_up(offset, value),
@@ -375,7 +385,7 @@ impl<D: VirtioDevice> Mmio<D> {
         self.rings.line.generation = self.rings.line.generation.wrapping_add(1);
         (self.driver_features, self.queue_sel) = (0, 0);
         (self.device_features_sel, self.driver_features_sel) = (0, 0);
-        self.rings.line.status = 0;
+        self.rings.line.status.set(0);
         for (setup, queue) in self.setups.iter_mut().zip(&mut self.rings.queues) {
             queue.reset();
             *setup = Setup { size: queue.max_size(), ..Setup::default() };

@@ -8,8 +8,13 @@
 use crate::{Event, Interrupt, Memory, State, StateError, limit::Limit, watch::Watcher};
 use std::{
     io,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
+use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INTERRUPT_ACK, VIRTIO_MMIO_INTERRUPT_STATUS};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, VolatileSlice};
 
@@ -265,21 +270,56 @@ fn within(memory: &Memory, segment: Segment) -> bool {
     GuestMemoryBackend::check_range(memory, segment.address, segment.len as usize)
 }
 
+/// Why a device's interrupt is raised: the two registers that a driver's interrupt handler accesses, every time. They are
+/// beside the device's lock, so that a vCPU in that handler never waits for I/O of the event loop.
+#[derive(Debug, Default)]
+pub struct InterruptStatus(AtomicU32);
+
+impl InterruptStatus {
+    /// Serves a read, if it is of the status register.
+    pub fn read(&self, offset: u64, data: &mut [u8]) -> bool {
+        let mine = offset == u64::from(VIRTIO_MMIO_INTERRUPT_STATUS) && data.len() == 4;
+        if mine {
+            data.copy_from_slice(&self.get().to_le_bytes());
+        }
+        mine
+    }
+
+    /// Serves a write, if it is to the acknowledge register.
+    pub fn write(&self, offset: u64, data: &[u8]) -> bool {
+        match <[u8; 4]>::try_from(data) {
+            Ok(bits) if offset == u64::from(VIRTIO_MMIO_INTERRUPT_ACK) => {
+                self.0.fetch_and(!u32::from_le_bytes(bits), Ordering::SeqCst);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    pub(crate) fn get(&self) -> u32 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set(&self, status: u32) {
+        self.0.store(status, Ordering::SeqCst);
+    }
+}
+
 /// The interrupt of a device and why it is raised.
 pub(crate) struct Line {
     interrupt: Box<dyn Interrupt>,
-    pub(crate) status: u32,
+    pub(crate) status: Arc<InterruptStatus>,
     /// Counts changes of the configuration.
     pub(crate) generation: u32,
 }
 
 impl Line {
     pub(crate) fn new(interrupt: Box<dyn Interrupt>) -> Self {
-        Self { interrupt, status: 0, generation: 0 }
+        Self { interrupt, status: Arc::default(), generation: 0 }
     }
 
     pub(crate) fn raise(&mut self, why: u32) {
-        self.status |= why;
+        self.status.0.fetch_or(why, Ordering::SeqCst);
         // The guest waits for nothing else: if the line is broken, so is the machine, and its monitor knows.
         let _ = self.interrupt.raise();
     }

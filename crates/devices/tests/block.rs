@@ -421,6 +421,123 @@ fn discarded_and_zeroed_ranges_read_as_zeroes_over_a_base() {
     store.check("top");
 }
 
+#[test]
+fn a_full_store_costs_requests_and_not_what_was_written() {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let store = Store::new(16 * MIB);
+    drop(store.top("empty"));
+    // A file that cannot grow beyond 1 MiB.
+    let top = File::from(memfd_create("top", MemfdFlags::ALLOW_SEALING).unwrap());
+    top.write_all_at(&std::fs::read(store.path("empty")).unwrap(), 0).unwrap();
+    top.set_len(MIB).unwrap();
+    fcntl_add_seals(&top, SealFlags::GROW).unwrap();
+    let disk =
+        Disk::open(vec![store.raw("base", &pattern(1 << 20, 1))], Some(top.try_clone().unwrap())).unwrap();
+    let mut driver = Driver::new(Block::new(disk, "disk0"));
+    let cluster = CLUSTER / 512;
+    let (mut written, mut failed) = (Vec::new(), 0);
+    for nth in 0..40 {
+        let bytes = pattern(4096, nth + 1);
+        match ask(&mut driver, 1, nth * cluster, &bytes, 0).0 {
+            OK => written.push((nth, bytes)),
+            status => {
+                assert_eq!(status, IOERR);
+                failed += 1;
+            }
+        }
+    }
+    assert!(written.len() >= 8 && failed >= 20, "{} of 40 written", written.len());
+    flush(&mut driver);
+    for (nth, bytes) in &written {
+        assert_eq!(read(&mut driver, nth * cluster, 4096), *bytes);
+    }
+    // Other programs see that, too.
+    let mut contents = vec![0; MIB as usize];
+    top.read_exact_at(&mut contents, 0).unwrap();
+    std::fs::write(store.path("full"), contents).unwrap();
+    let seen = store.contents(&[("base", "raw"), ("full", "qcow2")]);
+    for (nth, bytes) in &written {
+        let at = (nth * CLUSTER) as usize;
+        assert_eq!(seen[at..at + 4096], bytes[..]);
+    }
+    // What is written over needs no room; what is given back makes some.
+    write(&mut driver, written[0].0 * cluster, &[9; 4096]);
+    assert_eq!(
+        ask(&mut driver, 11, written[1].0 * cluster, &range(written[1].0 * cluster, cluster as u32, 0), 0).0,
+        OK
+    );
+    flush(&mut driver);
+    write(&mut driver, 100 * cluster, &[3; 4096]);
+}
+
+#[test]
+fn a_long_chain_is_read_and_one_too_long_refused() {
+    let store = Store::new(MIB);
+    let mut disk = Disk::open(vec![store.raw("base", &[1; 512])], Some(store.top("t0"))).unwrap();
+    let empty = std::fs::read(store.path("t0")).unwrap();
+    let next = |nth: usize| {
+        let path = store.path(&format!("t{nth}"));
+        std::fs::write(&path, &empty).unwrap();
+        File::options().read(true).write(true).open(path).unwrap()
+    };
+    for nth in 1..MAX_LAYERS - 1 {
+        put(&mut disk, 512 * nth as u64, &[nth as u8; 512]);
+        disk.switch_top(next(nth)).unwrap();
+    }
+    let sectors = whole(&disk, 0, 512 * (MAX_LAYERS - 1));
+    assert!(
+        sectors
+            .chunks(512)
+            .enumerate()
+            .all(|(nth, sector)| sector.iter().all(|&byte| byte == nth.max(1) as u8))
+    );
+    assert!(matches!(disk.switch_top(next(1000)), Err(DiskError::Count(count)) if count == MAX_LAYERS + 1));
+    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it goes on");
+    // What was written to earlier tops is synced once.
+    disk.flush().unwrap();
+}
+
+#[test]
+fn a_driver_without_flush_is_written_through() {
+    let store = Store::new(8 * MIB);
+    let disk = Disk::open(vec![store.raw("base", &[])], Some(store.top("top"))).unwrap();
+    let mut driver = Driver::new(Block::new(disk, "disk0"));
+    // The library keeps new reference counts to itself until it is flushed.
+    write(&mut driver, 8, &[1; 512]);
+    let path = store.path("top");
+    let checks =
+        || Command::new("qemu-img").args(["check", "-q", "-f", "qcow2"]).arg(&path).output().unwrap();
+    assert!(!checks().status.success(), "not flushed");
+    let features = driver.offered() & !(1 << 9);
+    driver.negotiate(features);
+    write(&mut driver, 8, &[2; 512]);
+    assert!(checks().status.success());
+}
+
+#[test]
+fn the_configuration_is_where_the_specification_has_it() {
+    use virtio_bindings::virtio_blk::virtio_blk_config;
+    let store = Store::new(8 * MIB);
+    let disk = Disk::open(vec![store.raw("base", &[])], Some(store.top("top"))).unwrap();
+    let mut driver = Driver::new(Block::new(disk, "disk0"));
+    for (offset, value) in [
+        (std::mem::offset_of!(virtio_blk_config, capacity), 16384),
+        (std::mem::offset_of!(virtio_blk_config, size_max), 65536),
+        (std::mem::offset_of!(virtio_blk_config, seg_max), 254),
+        (std::mem::offset_of!(virtio_blk_config, blk_size), 512),
+        (std::mem::offset_of!(virtio_blk_config, physical_block_exp), 3),
+        (std::mem::offset_of!(virtio_blk_config, max_discard_sectors), 1 << 17),
+        (std::mem::offset_of!(virtio_blk_config, max_discard_seg), 8),
+        (std::mem::offset_of!(virtio_blk_config, discard_sector_alignment), 128),
+        (std::mem::offset_of!(virtio_blk_config, max_write_zeroes_sectors), 1 << 17),
+        (std::mem::offset_of!(virtio_blk_config, max_write_zeroes_seg), 8),
+        (std::mem::offset_of!(virtio_blk_config, write_zeroes_may_unmap), 1),
+    ] {
+        assert_eq!(driver.get(support::CONFIG + offset as u64), value, "at {offset}");
+    }
+    assert_eq!(driver.get(support::CONFIG + 60), 0);
+}
+
 /// What a disk holds, without a guest.
 fn whole(disk: &Disk, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
@@ -493,7 +610,11 @@ fn write_forever(dir: &Path) -> ! {
     let base = Layer { format: Format::Raw, file: open("base") };
     let mut disk = Disk::open(vec![base], Some(open("top"))).unwrap();
     let flushed = open("flushed");
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let before = threads();
     for step in 0..1000 {
+        // A monitor that forks has no threads but its own. The parent of this test waits in vain otherwise.
+        assert_eq!(threads(), before);
         let (offset, bytes) = step_of(step);
         put(&mut disk, offset, &bytes);
         disk.flush().unwrap();

@@ -9,7 +9,10 @@ use crate::{
     frozen::Config,
 };
 use keiki_control::{Descriptors, Role};
-use keiki_devices::{Device, Interrupt, State, virtio::VirtioDevice};
+use keiki_devices::{
+    Device, Interrupt, State,
+    virtio::{InterruptStatus, VirtioDevice},
+};
 use keiki_devices::{
     balloon::{Balloon, Discard},
     block::Block,
@@ -114,17 +117,18 @@ impl Board {
     pub fn new(vm: &Vm, config: &Config, resources: Resources) -> Result<Self> {
         let Resources { layers: files, top, tap, agent, console, .. } = resources;
         let memory = vm.ram().memory().clone();
-        let disk = virtio(vm, 0, Block::new(Disk::open(layers(files), Some(top.into()))?, "root"))?;
+        let disk = Disk::open(layers(files), Some(top.into()))?;
+        let (disk, first) = virtio(vm, 0, Block::new(disk, "root"))?;
         let net = Net::new(tap, config.devices.mac).map_err(Error::host("setting up the tap"))?;
         let agent = Console::new(agent, &config.devices.agent_port)
             .map_err(Error::host("listening for the agent"))?;
         let rng = Rng::new().map_err(Error::host("making the entropy device"))?;
-        let windows: Vec<Shared> = vec![
-            disk.clone(),
-            virtio(vm, 1, net)?,
-            virtio(vm, 2, agent)?,
-            virtio(vm, 3, rng)?,
-            virtio(vm, 4, Balloon::new(Box::new(Give(vm.ram().clone()))))?,
+        let windows = vec![
+            first,
+            virtio(vm, 1, net)?.1,
+            virtio(vm, 2, agent)?.1,
+            virtio(vm, 3, rng)?.1,
+            virtio(vm, 4, Balloon::new(Box::new(Give(vm.ram().clone()))))?.1,
         ];
         let log = ConsoleLog::new(Some(console.into())).map_err(Error::host("opening the console log"))?;
         let serial = shared(Serial::new(log, Arc::new(Line { vm: vm.clone(), gsi: layout::SERIAL_GSI })));
@@ -133,7 +137,7 @@ impl Board {
         let generation = VmGenId::new(memory, GuestAddress(layout::GENERATION_ID), line)
             .map_err(Error::host("making the generation ID"))?;
         let generation = shared(generation);
-        let mut devices = windows.clone();
+        let mut devices: Vec<Shared> = windows.iter().map(|window| window.device.clone()).collect();
         devices.extend([serial.clone() as Shared, power.clone(), generation.clone()]);
         let ports: Vec<Ports> = vec![
             Ports {
@@ -263,7 +267,11 @@ fn shared<D>(device: D) -> Arc<Mutex<D>> {
 }
 
 /// Puts a device on its transport, and its queues' notifications on events instead of exits.
-fn virtio<D: VirtioDevice + 'static>(vm: &Vm, number: usize, device: D) -> Result<Arc<Mutex<Mmio<D>>>> {
+fn virtio<D: VirtioDevice + 'static>(
+    vm: &Vm,
+    number: usize,
+    device: D,
+) -> Result<(Arc<Mutex<Mmio<D>>>, Window)> {
     let Place { window, gsi } = layout::place(number).ok_or(Error::Invalid("too many devices".into()))?;
     let line = Box::new(Line { vm: vm.clone(), gsi });
     let device = Mmio::new(device, vm.ram().memory().clone(), line);
@@ -271,7 +279,9 @@ fn virtio<D: VirtioDevice + 'static>(vm: &Vm, number: usize, device: D) -> Resul
     for (queue, event) in (0..).zip(device.queue_events()) {
         vm.notify(event.as_fd(), window + NOTIFY, queue)?;
     }
-    Ok(shared(device))
+    let interrupt = device.interrupt_status();
+    let device = shared(device);
+    Ok((device.clone(), Window { device, interrupt }))
 }
 
 /// An interrupt line of the machine.
@@ -295,6 +305,13 @@ impl Discard for Give {
     }
 }
 
+/// A window of a device.
+struct Window {
+    device: Shared,
+    /// Served without the device's lock: an interrupt handler must not wait for I/O of the event loop.
+    interrupt: Arc<InterruptStatus>,
+}
+
 /// Ports of a device.
 struct Ports {
     first: u16,
@@ -306,7 +323,7 @@ struct Ports {
 
 /// Who serves an access. What belongs to nobody reads as ones, as on a real bus, and takes any write.
 pub struct Bus {
-    windows: Vec<Shared>,
+    windows: Vec<Window>,
     ports: Vec<Ports>,
     exits: AtomicU64,
 }
@@ -318,7 +335,7 @@ impl Bus {
         self.exits.load(Ordering::Relaxed)
     }
 
-    fn at_address(&self, address: u64, len: usize) -> Option<(&Shared, u64)> {
+    fn at_address(&self, address: u64, len: usize) -> Option<(&Window, u64)> {
         self.exits.fetch_add(1, Ordering::Relaxed);
         let (device, offset) = layout::device_at(address)?;
         // An access that reaches into the next window belongs to nobody.
@@ -349,14 +366,20 @@ impl keiki_hv::Bus for Bus {
 
     fn read(&self, address: u64, data: &mut [u8]) {
         match self.at_address(address, data.len()) {
-            Some((device, offset)) => lock(device).read(offset, data),
+            Some((window, offset)) => {
+                if !window.interrupt.read(offset, data) {
+                    lock(&window.device).read(offset, data);
+                }
+            }
             None => data.fill(0xff),
         }
     }
 
     fn write(&self, address: u64, data: &[u8]) {
-        if let Some((device, offset)) = self.at_address(address, data.len()) {
-            lock(device).write(offset, data);
+        if let Some((window, offset)) = self.at_address(address, data.len())
+            && !window.interrupt.write(offset, data)
+        {
+            lock(&window.device).write(offset, data);
         }
     }
 }
