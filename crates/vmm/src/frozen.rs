@@ -244,7 +244,6 @@ mod tests {
                 pic_master: Default::default(),
                 pic_slave: Default::default(),
                 ioapic: Default::default(),
-                pit: Default::default(),
                 clock: Default::default(),
             },
             vcpus: vec![vcpu(0), vcpu(1)],
@@ -313,7 +312,7 @@ mod tests {
         assert!(refused(&many).contains("257 parts"));
         // A kernel structure with a byte too few, its length told right.
         let mut parts = parts();
-        let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
+        let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
         parts[2].data = postcard::to_stdvec(&short).unwrap();
         assert!(refused(&parts).contains("kvm part of the state file has structures of another size"));
     }

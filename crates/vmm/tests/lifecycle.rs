@@ -103,6 +103,30 @@ fn copies_do_not_see_each_other() {
     assert_eq!(zygote.peek(COUNT), stood, "a zygote runs");
 }
 
+/// Several thaws under way on one connection: each answers for itself.
+#[test]
+fn copies_are_made_at_once() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    let mut zygote = frozen(&place, &mut machine);
+    let mut wanted = std::collections::BTreeMap::new();
+    let prepared: Vec<_> = (0..6).map(|_| (monitor::thaw_request(), place.copy_files(&zygote))).collect();
+    for (request, (files, fds)) in &prepared {
+        let Request::Thaw(thaw) = request else { panic!() };
+        wanted.insert(thaw.generation, files.clone());
+        zygote.client.ask(request, &monitor::borrow(fds)).unwrap();
+    }
+    for _ in &prepared {
+        let answer = zygote.client.answer(monitor::PATIENCE).unwrap();
+        let Reply::Thawed(thawed) = answer.reply else { panic!("{answer:?}") };
+        assert_eq!(answer.pid, thawed.pid);
+        let files = wanted.remove(&thawed.generation).expect("it answers once");
+        place.adopt(thawed.pid, files).counts();
+    }
+    assert_eq!(wanted.len(), 0);
+}
+
 /// Invariant 3: whoever is killed, in whatever order, nobody else notices.
 #[test]
 fn nobody_depends_on_a_relative() {
