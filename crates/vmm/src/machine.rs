@@ -132,10 +132,10 @@ impl Machine {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
         let mut machine = Self::assemble(kvm, ram, config, cpu, resources, forks, |vm, board, vcpus| {
             clock.step("kvm");
-            vm.restore(&frozen.vm)?;
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
             }
+            vm.restore(&frozen.vm)?;
             clock.step("vcpus");
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
