@@ -176,12 +176,17 @@ impl Place {
     }
 
     pub fn blank(&self) -> Monitor {
+        self.blank_as(USER, 4096)
+    }
+
+    /// For a user of its own, with at most so many tasks.
+    pub fn blank_as(&self, user: u32, tasks: u64) -> Monitor {
         let (client, theirs) = Client::pair().unwrap();
         let start = Start {
             control: std::os::fd::AsRawFd::as_raw_fd(&theirs),
-            user: rustix::process::geteuid().is_root().then_some(USER),
+            user: rustix::process::geteuid().is_root().then_some(user),
             files: 256,
-            tasks: 4096,
+            tasks,
             file_bytes: 64 << 30,
             oom_score_adj: 0,
             mark: "test".into(),
@@ -214,7 +219,16 @@ impl Place {
     }
 
     pub fn try_boot(&self, code: &[u8], vcpus: u32, mib: u32) -> Result<Monitor, ControlError> {
-        let mut monitor = self.blank();
+        self.boot_in(self.blank(), code, vcpus, mib)
+    }
+
+    pub fn boot_in(
+        &self,
+        mut monitor: Monitor,
+        code: &[u8],
+        vcpus: u32,
+        mib: u32,
+    ) -> Result<Monitor, ControlError> {
         let (files, mut fds) = self.new_files(vec![self.dir.path().join("bottom.raw"), self.new_top()]);
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&kernel(code)).unwrap();
@@ -244,16 +258,19 @@ impl Place {
     }
 
     pub fn freeze(&self, machine: &mut Monitor) -> (Monitor, Frozen) {
-        let (client, theirs) = Client::pair().unwrap();
         let top = self.new_top();
-        let fds = [(Role::Control, theirs), (Role::Top, open(&top).into())];
-        let answer = machine.client.call(&Request::Freeze(Freeze {}), &borrow(&fds), PATIENCE).unwrap();
+        self.try_freeze(machine, &top).unwrap()
+    }
+
+    pub fn try_freeze(&self, machine: &mut Monitor, top: &Path) -> Result<(Monitor, Frozen), ControlError> {
+        let (client, theirs) = Client::pair().unwrap();
+        let fds = [(Role::Control, theirs), (Role::Top, open(top).into())];
+        let answer = machine.client.call(&Request::Freeze(Freeze {}), &borrow(&fds), PATIENCE)?;
         let Reply::Frozen(frozen) = answer.reply else { panic!("{answer:?}") };
         let process = Process::open(frozen.pid).unwrap().unwrap();
-        let mut files = machine.files.clone().unwrap();
-        machine.files.as_mut().unwrap().layers.push(top);
-        files.layers.shrink_to_fit();
-        (Monitor { process, client, files: Some(files), ram: None }, frozen)
+        let files = machine.files.clone().unwrap();
+        machine.files.as_mut().unwrap().layers.push(top.to_owned());
+        Ok((Monitor { process, client, files: Some(files), ram: None }, frozen))
     }
 
     /// Gives the machine one raw layer in place of all that lie below its top.
@@ -313,15 +330,21 @@ impl Place {
         stored: &Stored,
         pagemap_of: u32,
     ) -> Result<Persisted, ControlError> {
+        self.begin_persist(zygote, stored, pagemap_of);
+        match zygote.client.answer(PATIENCE)?.reply {
+            Reply::Persisted(persisted) => Ok(persisted),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The answer is to be waited for.
+    pub fn begin_persist(&self, zygote: &mut Monitor, stored: &Stored, pagemap_of: u32) {
         let fds = [
             (Role::Memory, open(&stored.memory).into()),
             (Role::State, open(&stored.state).into()),
             (Role::Pagemap, File::open(format!("/proc/{pagemap_of}/pagemap")).unwrap().into()),
         ];
-        match zygote.client.call(&Request::Persist, &borrow(&fds), PATIENCE)?.reply {
-            Reply::Persisted(persisted) => Ok(persisted),
-            other => panic!("{other:?}"),
-        }
+        zygote.client.ask(&Request::Persist, &borrow(&fds)).unwrap();
     }
 
     pub fn try_load(&self, stored: &Stored) -> Result<Monitor, ControlError> {
