@@ -9,9 +9,11 @@
 //! reads, a guest may have written.
 //!
 //! ```text
-//!   raw ── o1 ── o2 ── o3 ── top          a copy of o1 gets what o2 and then o3 have
+//!   raw ── o1 ── o2 ── o3 ── top          a copy of o1 gets what o2 and o3 have
 //!   raw ────── flat ──────── top
 //! ```
+//!
+//! The tool does not see what is below: it moves whole clusters, and a cluster that reads as zeroes stays one that says so.
 
 use super::{ground::open_layers, machine::Running};
 use crate::{
@@ -47,6 +49,9 @@ const FEW: usize = 8;
 const MANY: usize = 32;
 /// Where it is done, in the machine's directory.
 pub(super) const PLACE: &str = "flat";
+/// The layer that gets what the others have, and the last of these, in there.
+const FLAT: &str = "flat";
+const LAST: &str = "last";
 /// Where the jail shows that.
 const INSIDE: &str = "m";
 /// Where the jail's root is, in the engine's corner of the store.
@@ -190,18 +195,22 @@ impl Work<'_> {
                 .and_then(|()| chown(&self.place, Some(0), Some(user)))
                 .map_err(EngineError::at("close", &self.place))?;
         }
-        let mut layers = of.iter().map(|layer| layer_path(&resources.dir, &layer.name));
-        let (Some(bottom), Some(first)) = (layers.next(), layers.next()) else {
+        let overlays: Vec<_> =
+            of.iter().skip(1).map(|layer| layer_path(&resources.dir, &layer.name)).collect();
+        let [first, between @ .., last] = overlays.as_slice() else {
             return Err(EngineError::Monitor("has no layers to make one".into()));
         };
-        super::freeze::link(&bottom, &self.place.join("raw"))?;
-        self.copy(&first, "flat")?;
-        for layer in layers {
-            self.copy(&layer, "next")?;
-            self.commit()?;
-            remove_file(&self.place.join("next"))?;
+        self.copy(first, FLAT)?;
+        let mut names = Vec::new();
+        for (index, layer) in between.iter().enumerate() {
+            let name = format!("between{index}");
+            super::freeze::link(layer, &self.place.join(&name))?;
+            names.push(name);
         }
-        let (made, kept) = (self.place.join("flat"), layer_path(&resources.dir, &flat.name));
+        self.copy(last, LAST)?;
+        names.push(LAST.into());
+        self.commit(&names)?;
+        let (made, kept) = (self.place.join(FLAT), layer_path(&resources.dir, &flat.name));
         show(&made)?;
         chown(&made, Some(rustix::process::geteuid().as_raw()), None)
             .map_err(EngineError::at("keep", &made))?;
@@ -218,8 +227,8 @@ impl Work<'_> {
         give(&path, self.user)
     }
 
-    /// Adds what `next` has to `flat`.
-    fn commit(&self) -> Result<()> {
+    /// Adds to the flat layer what those of these names have, lowest first.
+    fn commit(&self, names: &[String]) -> Result<()> {
         let root = self.config.store.join(ROOT);
         let failed = || EngineError::at("jail a tool in", &root);
         let (jail, seen) = match self.user {
@@ -233,7 +242,10 @@ impl Work<'_> {
             None => (None, self.place.clone()),
         };
         let mut command = Command::new(&self.config.qemu_img);
-        command.args(["commit", "-q", "-d", &format!("json:{}", chain(&seen))]);
+        command
+            .args(["commit", "-q", "-d", "-b"])
+            .arg(seen.join(FLAT))
+            .arg(format!("json:{}", chain(&seen, names)));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let setup = Setup { jail, ..Setup::default() };
         let (process, stderr) = Process::spawn(&mut command, setup).map_err(failed())?;
@@ -261,12 +273,13 @@ impl Work<'_> {
     }
 }
 
-/// The chain, as the tool is told it. No layer's header names another.
-fn chain(dir: &Path) -> Value {
-    let file = |name: &str| json!({"driver": "file", "filename": dir.join(name), "locking": "off"});
-    let raw = json!({"driver": "raw", "file": file("raw"), "read-only": true});
-    let flat = json!({"driver": "qcow2", "file": file("flat"), "backing": raw});
-    json!({"driver": "qcow2", "file": file("next"), "backing": flat})
+/// The overlays, as the tool is told them. No layer's header names another.
+fn chain(dir: &Path, names: &[String]) -> Value {
+    let node = |name: &str, below: Value| {
+        let file = json!({"driver": "file", "filename": dir.join(name), "locking": "off"});
+        json!({"driver": "qcow2", "file": file, "backing": below})
+    };
+    names.iter().fold(node(FLAT, Value::Null), |below, name| node(name, below))
 }
 
 #[cfg(test)]
@@ -316,13 +329,19 @@ mod tests {
         make_layers_dir(&resources.dir)?;
         let mut of = vec![Layer { name: new_name(Format::Raw), format: Format::Raw }];
         fs::write(layer_path(&resources.dir, &of[0].name), vec![0x11; (DISK_MIB as usize) << 20])?;
-        for number in 1..=4_u8 {
+        for number in 1..=5_u8 {
             let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
             let path = layer_path(&resources.dir, &layer.name);
             make_top(&common, DISK_MIB, &path, None)?;
             of.push(layer);
             let writes = format!("write -P {} {}k 300k", 0x20 + number, u32::from(number) * 200);
-            run("qemu-io", &["-c", &writes, "-c", "write -z 4M 128k", &opened(&resources.dir, &of)])?;
+            // Zeroes over data of the bottom, and over what the layer before has; some of them written over again.
+            let zeroes = format!("write -z {}k 200k", 4096 + u32::from(number) * 100);
+            let opened = opened(&resources.dir, &of);
+            run(
+                "qemu-io",
+                &["-c", &writes, "-c", &zeroes, "-c", "discard 8M 1M", "-c", "write -P 9 9M 4k", &opened],
+            )?;
         }
         let flat = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
         let user = common.first_user;
@@ -333,8 +352,7 @@ mod tests {
         let short = [of[0].clone(), flat.clone()];
         let [long, short] = [opened(&resources.dir, &of), opened(&resources.dir, &short)];
         run("qemu-img", &["compare", "-U", &long, &short])?;
-        // A layer that says it has a backing file of its own is not asked about it: the chain is told.
-        assert!(chain(Path::new("/m")).to_string().contains(r#""filename":"/m/raw""#));
+        assert!(chain(Path::new("/m"), &["last".into()]).to_string().contains(r#""filename":"/m/flat""#));
         // Something that is no layer is told, and nothing is kept of it.
         fs::write(layer_path(&resources.dir, &of[2].name), "no layer")?;
         let other = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
