@@ -5,6 +5,7 @@
 
 mod admission;
 pub mod clock;
+pub mod dial;
 pub mod error;
 pub mod exec;
 pub mod files;

@@ -1,6 +1,6 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{exec, files, fork, logs, meta, pty, sandboxes, snapshots, templates};
+use super::{exec, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -42,6 +42,7 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         exec::buffered,
         exec::stream,
         pty::open,
+        tcp::tcp,
         files::read,
         files::write,
         files::delete,
