@@ -46,6 +46,8 @@ pub enum Command {
     Shell(cmd::shell::Args),
     /// Copy files and directories between here and a sandbox
     Cp(cmd::cp::Args),
+    /// Carry TCP connections from here to ports in a sandbox
+    Forward(cmd::forward::Args),
     /// List sandboxes
     Ls(cmd::ls::Args),
     /// Show everything about a sandbox or snapshot

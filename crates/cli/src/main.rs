@@ -87,6 +87,7 @@ async fn run(cli: Cli) -> Outcome {
         Command::Exec(args) => cmd::exec::run(context, args).await,
         Command::Shell(args) => cmd::shell::run(context, args).await,
         Command::Cp(args) => cmd::cp::run(context, args).await,
+        Command::Forward(args) => cmd::forward::run(context, args).await,
         Command::Ls(args) => cmd::ls::run(context, args).await,
         Command::Inspect(args) => cmd::inspect::run(context, args).await,
         Command::Logs(args) => cmd::logs::run(context, args).await,

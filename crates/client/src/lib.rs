@@ -26,7 +26,9 @@ mod pty;
 mod retry;
 mod sandboxes;
 mod snapshots;
+mod socket;
 pub mod sse;
+mod tcp;
 mod templates;
 mod transport;
 
@@ -37,4 +39,5 @@ pub use keiki_types::{EngineKind, SandboxId, Shape, SnapshotId, Status, Template
 pub use pty::{Pty, PtyEvent, PtyInput, PtyOutput, PtyRequest};
 pub use retry::Retry;
 pub use sandboxes::LogStream;
+pub use tcp::{Tcp, TcpInput, TcpOutput};
 pub use transport::Client;

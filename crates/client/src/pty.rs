@@ -3,17 +3,14 @@
 use crate::{
     error::{Error, Result},
     sandboxes::path,
+    socket::{Socket, broken},
     transport::Client,
 };
 use bytes::Bytes;
 use futures::{SinkExt, StreamExt, stream};
 use keiki_types::SandboxId;
 use serde::Deserialize;
-use tokio::net::TcpStream;
-use tokio_tungstenite::{
-    MaybeTlsStream, WebSocketStream,
-    tungstenite::{self, Message, client::IntoClientRequest, http},
-};
+use tokio_tungstenite::tungstenite::Message;
 
 /// What to run on the terminal.
 #[derive(Debug, Clone, Default)]
@@ -39,8 +36,6 @@ pub enum PtyEvent {
     Exit(i32),
 }
 
-type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
-
 /// A terminal in a sandbox. Dropping both halves kills the command.
 pub struct Pty {
     /// To the command.
@@ -64,16 +59,7 @@ impl Client {
         let mut query = vec![("cols", request.cols.to_string()), ("rows", request.rows.to_string())];
         let texts = [("cmd", &request.cmd), ("cwd", &request.cwd), ("user", &request.user)];
         query.extend(texts.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))));
-        // Only to have the query encoded; the request itself is the web socket's.
-        let get = self.request(reqwest::Method::GET, &path(id, "/exec/pty")).query(&query);
-        let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
-        let mut handshake = url.into_client_request().map_err(broken)?;
-        if let Some(key) = &self.api_key {
-            let value = http::HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
-            handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
-        }
-        let (socket, _) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        let socket = self.socket(&path(id, "/exec/pty"), &query).await?;
         let (input, output) = socket.split();
         Ok(Pty { input: PtyInput(input), output: PtyOutput(output) })
     }
@@ -128,26 +114,6 @@ fn last_word(text: &str) -> Result<PtyEvent> {
         Ok(Word::Failed { error }) => Err(Error::Command(error)),
         Err(error) => Err(Error::Protocol(error.to_string())),
     }
-}
-
-fn broken(error: tungstenite::Error) -> Error {
-    Error::Pty(Box::new(error))
-}
-
-/// A refused handshake carries the node's sentence like any other answer.
-fn refused(error: tungstenite::Error) -> Error {
-    #[derive(Deserialize)]
-    struct Body {
-        error: String,
-    }
-    let tungstenite::Error::Http(response) = &error else { return broken(error) };
-    let status = response.status().as_u16();
-    let body = response.body().as_deref().unwrap_or_default();
-    let message = match serde_json::from_slice::<Body>(body) {
-        Ok(body) => body.error,
-        Err(_) => format!("the node answered {status} without saying why"),
-    };
-    Error::Api { status, message, console: None, retry_after: None }
 }
 
 #[cfg(test)]

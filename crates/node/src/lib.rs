@@ -16,6 +16,7 @@ mod node;
 mod records;
 mod sandbox;
 mod store;
+mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;

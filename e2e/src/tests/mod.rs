@@ -8,6 +8,7 @@ mod files;
 mod lifecycle;
 mod lineage;
 mod network;
+mod ports;
 mod races;
 mod state;
 
@@ -39,6 +40,9 @@ pub fn all() -> Vec<(&'static str, Test)> {
         files::odd_names_and_modes_survive,
         files::big_files_round_trip,
         files::errors_say_what_is_wrong,
+        ports::half_closed_connections_go_on,
+        ports::resets_are_no_ends,
+        ports::many_connections_and_stuck_ones,
         state::memory_tmpfs_and_disk_are_carried_by_fork_and_restore,
         state::unsynced_writes_are_of_the_same_instant,
         state::divergence_never_leaks,

@@ -8,6 +8,7 @@ pub mod demo;
 pub mod doctor;
 pub mod exec;
 pub mod fork;
+pub mod forward;
 pub mod hibernate;
 pub mod inspect;
 pub mod logs;

@@ -54,6 +54,8 @@ pub struct Session {
     pub started_unix_ms: u64,
     /// At its start.
     pub started: Instant,
+    /// Remembered for long after its end.
+    pub keep: bool,
     /// The leader's number.
     pub pid: Pid,
     /// Where it and its descendants live; none once all of them have ended and the group went back.
@@ -73,6 +75,8 @@ pub struct Birth {
     pub id: String,
     /// As asked for.
     pub argv: Vec<Bytes>,
+    /// Remembered for long after its end.
+    pub keep: bool,
     /// The leader's number.
     pub pid: Pid,
     /// Its control group.
@@ -116,6 +120,7 @@ impl Session {
         Arc::new(Self {
             id: birth.id,
             argv: birth.argv,
+            keep: birth.keep,
             started_unix_ms,
             started: Instant::now(),
             pid: birth.pid,
@@ -273,6 +278,10 @@ impl Session {
             exit: state.exit.as_ref().map(|(exit, _)| exit.clone()),
             stdout_bytes: state.rings[0].end(),
             stderr_bytes: state.rings[1].end(),
+            pid: self.pid.as_raw_nonzero().get().unsigned_abs(),
+            pty: self.terminal.is_some(),
+            keep: self.keep,
+            attached: state.reader.is_some(),
         }
     }
 
