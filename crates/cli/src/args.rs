@@ -42,6 +42,12 @@ pub enum Command {
     Run(cmd::run::Args),
     /// Run a command in a sandbox; its exit code is passed through
     Exec(cmd::exec::Args),
+    /// List the commands of a sandbox
+    Ps(cmd::ps::Args),
+    /// Read a command that goes on in a sandbox, from its beginning or anywhere
+    Attach(cmd::attach::Args),
+    /// Send a signal to commands in a sandbox
+    Kill(cmd::kill::Args),
     /// Open a terminal in a sandbox
     Shell(cmd::shell::Args),
     /// Copy files and directories between here and a sandbox

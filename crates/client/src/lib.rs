@@ -21,6 +21,7 @@
 
 mod error;
 mod exec;
+mod execs;
 mod files;
 mod pty;
 mod retry;
@@ -34,6 +35,7 @@ mod transport;
 
 pub use error::{Error, Result};
 pub use exec::{ExecEvent, ExecStream};
+pub use execs::From;
 pub use files::FileReader;
 pub use keiki_types::{EngineKind, SandboxId, Shape, SnapshotId, Status, TemplateName, api};
 pub use pty::{Pty, PtyEvent, PtyInput, PtyOutput, PtyRequest};

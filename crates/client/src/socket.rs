@@ -14,8 +14,12 @@ use tokio_tungstenite::{
 pub(crate) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
 impl Client {
-    /// Opens a WebSocket at a path of the node.
-    pub(crate) async fn socket(&self, path: &str, query: &[(&str, String)]) -> Result<Socket> {
+    /// Opens a WebSocket at a path of the node. Also returns the id of the command behind it, if there is one.
+    pub(crate) async fn socket(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<(Socket, Option<String>)> {
         // Only to have the query encoded; the request itself is the web socket's.
         let get = self.request(reqwest::Method::GET, path).query(query);
         let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
@@ -25,8 +29,9 @@ impl Client {
                 .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
             handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
         }
-        let (socket, _) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
-        Ok(socket)
+        let (socket, answer) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        let exec = answer.headers().get("x-keiki-exec").and_then(|id| id.to_str().ok()).map(Into::into);
+        Ok((socket, exec))
     }
 }
 

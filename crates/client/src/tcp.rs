@@ -35,7 +35,8 @@ impl Client {
     /// # Errors
     /// As [`Error`] says: status 502 if nothing listens there.
     pub async fn tcp(&self, id: SandboxId, port: u16) -> Result<Tcp> {
-        let (input, messages) = self.socket(&path(id, &format!("/tcp/{port}")), &[]).await?.split();
+        let (socket, _) = self.socket(&path(id, &format!("/tcp/{port}")), &[]).await?;
+        let (input, messages) = socket.split();
         Ok(Tcp { input: TcpInput(input), output: TcpOutput { messages, ended: false } })
     }
 }

@@ -11,11 +11,11 @@ use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
-    FlushRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest,
-    InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty,
-    ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply,
-    SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event,
-    guest_server::Guest,
+    FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
+    InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest,
+    PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest,
+    ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk,
+    WriteReply, exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{

@@ -23,7 +23,10 @@ async fn serve(sandbox: &Sandbox, address: &str, port: u16, work: &str) -> Resul
     let path = format!("/tmp/serve{port}.py");
     sandbox.client.write_bytes(sandbox.id, &path, None, Bytes::from(script)).await?;
     sandbox.background(&format!("python3 {path}")).await?;
-    sandbox.sh(&format!("for n in $(seq 200); do [ -e /tmp/serving{port} ] && exit 0; sleep 0.05; done; exit 1")).await.map(drop)
+    sandbox
+        .sh(&format!("for n in $(seq 200); do [ -e /tmp/serving{port} ] && exit 0; sleep 0.05; done; exit 1"))
+        .await
+        .map(drop)
 }
 
 const ECHO: &str = "  while True:\n    d=c.recv(65536)\n    if not d: break\n    c.sendall(d)\n  c.close()\n";
@@ -59,7 +62,9 @@ pub async fn half_closed_connections_go_on(world: Arc<World>) -> Result<()> {
     tcp.input.send(Bytes::from_static(b"still here")).await?;
     tcp.input.finish().await?;
     tcp.output.closed().await;
-    let got = sandbox.sh("for n in $(seq 200); do [ -s /tmp/got ] && break; sleep 0.05; done; cat /tmp/got").await?;
+    let got = sandbox
+        .sh("for n in $(seq 200); do [ -s /tmp/got ] && break; sleep 0.05; done; cat /tmp/got")
+        .await?;
     ensure!(got == "still here", "after its end came {got:?}");
     Ok(())
 }
@@ -81,7 +86,9 @@ pub async fn resets_are_no_ends(world: Arc<World>) -> Result<()> {
     let mut tcp = sandbox.client.tcp(sandbox.id, 4004).await?;
     ensure!(tcp.output.next().await?.as_deref() == Some(b"go"), "its words");
     drop(tcp);
-    let how = sandbox.sh("for n in $(seq 200); do [ -s /tmp/how ] && break; sleep 0.05; done; cat /tmp/how").await?;
+    let how = sandbox
+        .sh("for n in $(seq 200); do [ -s /tmp/how ] && break; sleep 0.05; done; cat /tmp/how")
+        .await?;
     ensure!(how == "reset", "inside, our leaving reads as {how:?}");
     Ok(())
 }

@@ -303,15 +303,15 @@ impl Execs {
             .map_err(|error| ExecError::Agent(error.into()))
     }
 
-    /// All that are remembered, oldest first.
+    /// All that somebody may ask for, oldest first.
     pub fn list(&self) -> Vec<ExecInfo> {
         self.forget_old();
         let sessions = self.lock();
         let mut all: Vec<ExecInfo> = sessions
             .values()
             .filter_map(|slot| match slot {
-                Slot::Made(session) => Some(session.info()),
-                Slot::Starting => None,
+                Slot::Made(session) if !session.is_settled() => Some(session.info()),
+                Slot::Made(_) | Slot::Starting => None,
             })
             .collect();
         all.sort_by_key(|info| info.started_unix_ms);

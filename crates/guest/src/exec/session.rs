@@ -93,6 +93,8 @@ struct State {
     /// Not yet collected: its number still means this command.
     leader_lives: bool,
     exit: Option<(Exit, Instant)>,
+    /// A reader was told of its end.
+    told: bool,
     /// The attached reader; readers are numbered from 1.
     reader: Option<u64>,
     readers: u64,
@@ -112,6 +114,7 @@ impl Session {
             rings: [Ring::new(KEEP), Ring::new(KEEP)],
             leader_lives: true,
             exit: None,
+            told: false,
             reader: None,
             readers: 0,
             sent: [0; 2],
@@ -252,6 +255,11 @@ impl Session {
         self.lock().exit.clone()
     }
 
+    /// Is there nothing about it that somebody may not know yet?
+    pub fn is_settled(&self) -> bool {
+        !self.keep && self.lock().told
+    }
+
     /// Is somebody reading it?
     pub fn is_read(&self) -> bool {
         self.lock().reader.is_some()
@@ -375,7 +383,9 @@ impl Session {
             let event = if channel == Channel::Out { Event::Stdout(output) } else { Event::Stderr(output) };
             return Some(Ok((channel, event)));
         }
-        state.exit.as_ref().map(|(exit, _)| Ok((last, Event::Exit(exit.clone()))))
+        let exit = state.exit.as_ref().map(|(exit, _)| exit.clone())?;
+        state.told = true;
+        Some(Ok((last, Event::Exit(exit))))
     }
 }
 
