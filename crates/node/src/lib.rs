@@ -5,6 +5,7 @@
 
 mod admission;
 pub mod clock;
+pub mod dial;
 pub mod error;
 pub mod exec;
 pub mod files;
@@ -15,6 +16,7 @@ mod node;
 mod records;
 mod sandbox;
 mod store;
+mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;

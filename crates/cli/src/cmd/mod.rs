@@ -1,5 +1,6 @@
 //! The commands, one file each.
 
+pub mod attach;
 pub mod bench;
 pub mod completion;
 pub mod cp;
@@ -8,12 +9,15 @@ pub mod demo;
 pub mod doctor;
 pub mod exec;
 pub mod fork;
+pub mod forward;
 pub mod hibernate;
 pub mod inspect;
+pub mod kill;
 pub mod logs;
 pub mod ls;
 pub mod node;
 pub mod pause;
+pub mod ps;
 pub mod restore;
 pub mod resume;
 pub mod rm;

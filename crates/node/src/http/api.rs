@@ -1,6 +1,11 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, exec::Session, files::Reading};
+use crate::{
+    Node, Result,
+    dial::Dialed,
+    exec::{Session, known::From},
+    files::Reading,
+};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -9,6 +14,7 @@ use keiki_types::{
     api::{
         Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
         Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        execs::{Exec, Signal, StartExec},
     },
 };
 
@@ -59,6 +65,14 @@ verbs! {
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();
     fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn start_exec(id: SandboxId, request: StartExec) -> Exec;
+    fn execs(id: SandboxId) -> Vec<Exec>;
+    fn get_exec(id: SandboxId, exec: &str) -> Exec;
+    fn attach_exec(id: SandboxId, exec: &str, from: From) -> Session;
+    fn signal_exec(id: SandboxId, exec: &str, signal: Signal) -> ();
+    fn write_exec(id: SandboxId, exec: &str, data: BoxStream<'static, Result<Bytes>>, eof: bool) -> u64;
+    fn remove_exec(id: SandboxId, exec: &str) -> ();
+    fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;
     fn list_dir(id: SandboxId, path: &str) -> Vec<FsEntry>;

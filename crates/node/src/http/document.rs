@@ -1,6 +1,6 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{exec, files, fork, logs, meta, pty, sandboxes, snapshots, templates};
+use super::{exec, execs, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -41,7 +41,16 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         logs::console,
         exec::buffered,
         exec::stream,
+        execs::start,
+        execs::list,
+        execs::get,
+        execs::delete,
+        execs::attach,
+        execs::signal,
+        execs::stdin,
         pty::open,
+        pty::attach,
+        tcp::tcp,
         files::read,
         files::write,
         files::delete,

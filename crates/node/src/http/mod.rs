@@ -15,6 +15,7 @@ mod api;
 mod document;
 mod errors;
 mod exec;
+mod execs;
 mod extract;
 mod files;
 mod fork;
@@ -26,9 +27,11 @@ mod sandboxes;
 mod serve;
 mod snapshots;
 mod sse;
+mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
+mod upload;
 
 pub use document::openapi;
 pub use serve::serve;
@@ -110,7 +113,16 @@ fn routes(app: App) -> Router {
         logs::console as __path_console,
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
+        execs::start as __path_start,
+        execs::list as __path_list,
+        execs::get as __path_get,
+        execs::delete as __path_delete,
+        execs::attach as __path_attach,
+        execs::signal as __path_signal,
+        execs::stdin as __path_stdin,
         pty::open as __path_open,
+        pty::attach as __path_attach,
+        tcp::tcp as __path_tcp,
         files::read as __path_read,
         files::write as __path_write,
         files::delete as __path_delete,
