@@ -6,11 +6,13 @@
 mod admission;
 pub mod clock;
 pub mod error;
+mod events;
 pub mod exec;
 pub mod files;
 mod guest;
 pub mod http;
 mod lifecycle;
+mod metrics;
 mod node;
 mod records;
 mod sandbox;

@@ -2,9 +2,11 @@
 
 use crate::{
     Error, Result,
+    events::event,
     exec::{Control, ControlInner, ExecEvent, Session},
     files::Reading,
     http::api::Api,
+    metrics::{Gauges, Metrics},
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -12,8 +14,8 @@ use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
+        FsEntry, Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
     },
 };
 use std::{
@@ -35,6 +37,7 @@ pub(super) struct Twin {
     /// What was asked of it.
     pub calls: Mutex<Vec<String>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    pub counters: Metrics,
     /// Sessions that live.
     pub sessions: std::sync::Arc<AtomicUsize>,
 }
@@ -66,6 +69,7 @@ pub(super) fn sandbox(id: SandboxId) -> Sandbox {
         generation: 1,
         engine: EngineKind::Qemu,
         memory: None,
+        cpu_ms: None,
         timings: None,
         error: None,
     }
@@ -150,6 +154,34 @@ impl Api for Twin {
 
     fn authorize(&self, key: Option<&str>) -> Result<()> {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
+    }
+
+    fn counters(&self) -> Metrics {
+        self.counters.clone()
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        Ok(self.counters.text(&Gauges::default()))
+    }
+
+    async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
+        let all = (1..=5).map(|seq| Event { seq, ..event(the_sandbox(), EventKind::Paused) });
+        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
+        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
+    }
+
+    async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Event>> {
+        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
     }
 
     async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
