@@ -5,6 +5,7 @@
 
 mod admission;
 pub mod clock;
+pub mod dial;
 pub mod error;
 mod events;
 pub mod exec;

@@ -1,6 +1,6 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, exec::Session, files::Reading, metrics::Metrics};
+use crate::{Node, Result, dial::Dialed, exec::Session, files::Reading, metrics::Metrics};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -68,6 +68,7 @@ verbs! {
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();
     fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;
     fn list_dir(id: SandboxId, path: &str) -> Vec<FsEntry>;

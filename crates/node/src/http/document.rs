@@ -1,6 +1,6 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{events, exec, files, fork, logs, meta, pty, sandboxes, snapshots, templates};
+use super::{events, exec, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -44,6 +44,7 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         exec::buffered,
         exec::stream,
         pty::open,
+        tcp::tcp,
         files::read,
         files::write,
         files::delete,

@@ -25,6 +25,8 @@ const BODY_WHOLE: Duration = Duration::from_secs(300);
 
 /// The sandbox a path names. A text that is no id names none: 404.
 pub(super) struct OfSandbox(pub SandboxId);
+/// The port a path names.
+pub(super) struct OfPort(pub u16);
 /// The snapshot a path names.
 pub(super) struct OfSnapshot(pub SnapshotId);
 /// The template a path names.
@@ -63,6 +65,18 @@ impl<S: Send + Sync> FromRequestParts<S> for OfSandbox {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self> {
         sandbox_id(&param(parts, state, "id").await?).map(Self)
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for OfPort {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self> {
+        let text = param(parts, state, "port").await?;
+        match text.parse() {
+            Ok(port @ 1..) => Ok(Self(port)),
+            _ => Err(Error::Invalid(format!("the port must be from 1 to 65535, not {}", shown(&text)))),
+        }
     }
 }
 

@@ -28,6 +28,7 @@ mod sandboxes;
 mod serve;
 mod snapshots;
 mod sse;
+mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
@@ -115,6 +116,7 @@ fn routes(app: App) -> Router {
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
         pty::open as __path_open,
+        tcp::tcp as __path_tcp,
         files::read as __path_read,
         files::write as __path_write,
         files::delete as __path_delete,

@@ -2,6 +2,7 @@
 
 use crate::{
     Error, Result,
+    dial::Dialed,
     events::event,
     exec::{Control, ControlInner, ExecEvent, Session},
     files::Reading,
@@ -21,12 +22,15 @@ use keiki_types::{
 use std::{
     collections::BTreeMap,
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
 };
-use tokio::sync::mpsc;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    sync::mpsc,
+};
 
 /// Text whose bytes are line ends in other encodings.
 pub(super) const TRAPS: &str = "х…Å\u{2028}é";
@@ -35,11 +39,11 @@ pub(super) const TRAPS: &str = "х…Å\u{2028}é";
 pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
-    pub calls: Mutex<Vec<String>>,
+    pub calls: Arc<Mutex<Vec<String>>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
     pub counters: Metrics,
     /// Sessions that live.
-    pub sessions: std::sync::Arc<AtomicUsize>,
+    pub sessions: Arc<AtomicUsize>,
 }
 
 pub(super) fn the_sandbox() -> SandboxId {
@@ -92,7 +96,7 @@ impl Twin {
 }
 
 /// Counts a session while it lives.
-struct Living(std::sync::Arc<AtomicUsize>);
+struct Living(Arc<AtomicUsize>);
 
 impl Drop for Living {
     fn drop(&mut self) {
@@ -274,7 +278,7 @@ impl Api for Twin {
         self.sessions.fetch_add(1, Ordering::SeqCst);
         let living = Living(self.sessions.clone());
         let (input, echoed) = mpsc::unbounded_channel();
-        let control = Control { inner: std::sync::Arc::new(Echo(input.clone())) };
+        let control = Control { inner: Arc::new(Echo(input.clone())) };
         let events = match script(&cmd) {
             Some(events) => stream::iter(events).boxed(),
             // It keeps its own input open, so it ends only by an exit.
@@ -289,6 +293,33 @@ impl Api for Twin {
             Ok(event)
         });
         Ok(Session { events: events.boxed(), control })
+    }
+
+    async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {
+        self.known(id)?;
+        let (near, far) = tokio::io::duplex(1024);
+        match port {
+            // It gives back what it gets, and ends when that ends.
+            7 => drop(tokio::spawn(async move {
+                let (mut from, mut to) = tokio::io::split(far);
+                let _ = tokio::io::copy(&mut from, &mut to).await;
+                let _ = to.shutdown().await;
+            })),
+            // It says something, ends its own side at once, and notes what comes then.
+            13 => {
+                let noted = Arc::clone(&self.calls);
+                tokio::spawn(async move {
+                    let (mut from, mut to) = tokio::io::split(far);
+                    let _ = to.write_all(b"now").await;
+                    let _ = to.shutdown().await;
+                    let mut all = Vec::new();
+                    let ended = from.read_to_end(&mut all).await.is_ok();
+                    noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
+                });
+            }
+            _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
+        }
+        Ok(Box::new(near))
     }
 
     async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
