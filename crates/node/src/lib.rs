@@ -15,6 +15,8 @@ pub mod http;
 mod lifecycle;
 mod metrics;
 mod node;
+mod ports;
+mod preview;
 mod records;
 mod sandbox;
 mod store;
@@ -22,6 +24,7 @@ mod store;
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
 pub use node::{Config, Node};
+use records::rfc3339;
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.
