@@ -8,6 +8,8 @@ mod files;
 mod lifecycle;
 mod lineage;
 mod network;
+mod observe;
+mod previews;
 mod races;
 mod state;
 
@@ -62,6 +64,13 @@ pub fn all() -> Vec<(&'static str, Test)> {
         races::one_directory_has_one_node,
         races::building_is_single_flight,
         races::a_stopping_node_lets_things_end,
+        observe::events_tell_a_life,
+        observe::a_sandbox_is_listed_while_it_is_made,
+        observe::events_survive_the_node,
+        observe::metrics_count_what_happens,
+        previews::a_server_inside_is_reached_by_path,
+        previews::events_and_websockets_go_through,
+        previews::a_request_wakes_and_copies_serve_for_themselves,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
         crash::a_killed_node_finds_its_machines_again,
