@@ -7,6 +7,7 @@ mod exec;
 mod files;
 mod lifecycle;
 mod lineage;
+mod load;
 mod network;
 mod observe;
 mod previews;
@@ -73,9 +74,12 @@ pub fn all() -> Vec<(&'static str, Test)> {
         previews::a_request_wakes_and_copies_serve_for_themselves,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
+        load::a_slow_command_delays_no_other_sandbox,
+        load::thirty_two_clients_and_nothing_is_left,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         disk::a_full_disk_refuses_and_loses_nothing,
+        disk::room_is_promised_once,
     ]
 }
 
