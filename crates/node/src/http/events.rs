@@ -47,7 +47,7 @@ pub(super) struct EventsQuery {
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/events", tag = "events", operation_id = "sandbox_events",
     params(("id" = String, Path, description = "The sandbox"), EventsQuery),
     responses((status = 200, description = "Its events", content(
-            (EventList = "application/json"), (String = "text/event-stream"))),
+            (EventList = "application/json"), (sse::ServerSentEvent = "text/event-stream"))),
         Any, Asked, Named))]
 pub(super) async fn of_sandbox(
     State(app): State<App>,
@@ -61,7 +61,7 @@ pub(super) async fn of_sandbox(
 /// What happened to all sandboxes of the node, oldest first.
 #[utoipa::path(get, path = "/v1/events", tag = "events", operation_id = "events", params(EventsQuery),
     responses((status = 200, description = "The events", content(
-            (EventList = "application/json"), (String = "text/event-stream"))),
+            (EventList = "application/json"), (sse::ServerSentEvent = "text/event-stream"))),
         Any, Asked))]
 pub(super) async fn of_all(
     State(app): State<App>,
