@@ -32,6 +32,9 @@ pub enum Error {
         /// The end of the guest's console.
         console: Option<String>,
     },
+    /// 408: the request's body does not come.
+    #[error("{0}")]
+    Slow(String),
     /// 413.
     #[error("{0}")]
     TooLarge(String),

@@ -5,6 +5,8 @@ use crate::{
     dial::Dialed,
     exec::{Session, known::From},
     files::Reading,
+    metrics::Metrics,
+    preview::Previews,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -12,8 +14,8 @@ use futures::stream::BoxStream;
 use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
+        Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
         execs::{Exec, Signal, StartExec},
     },
 };
@@ -26,6 +28,10 @@ macro_rules! verbs {
         pub(super) trait Api: Send + Sync {
             fn version(&self) -> Version;
             fn authorize(&self, key: Option<&str>) -> Result<()>;
+            /// Where requests are counted.
+            fn counters(&self) -> Metrics;
+            /// Who may look at what of a sandbox.
+            fn previews(&self) -> Previews;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -37,6 +43,14 @@ macro_rules! verbs {
 
             fn authorize(&self, key: Option<&str>) -> Result<()> {
                 Node::authorize(self, key)
+            }
+
+            fn counters(&self) -> Metrics {
+                self.inner.metrics.clone()
+            }
+
+            fn previews(&self) -> Previews {
+                self.inner.previews.clone()
             }
 
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
@@ -59,6 +73,10 @@ verbs! {
     fn wake(id: SandboxId) -> Sandbox;
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn ports(id: SandboxId) -> Vec<Port>;
+    fn metrics() -> String;
+    fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
+    fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
     fn snapshot(id: SandboxId) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;

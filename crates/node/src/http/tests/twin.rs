@@ -3,10 +3,13 @@
 use crate::{
     Error, Result,
     dial::Dialed,
+    events::event,
     exec::{Control, ControlInner, ExecEvent, Session, known::From},
     files::Reading,
     http::api::Api,
+    metrics::{Gauges, Metrics},
     node::request,
+    preview::Previews,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -14,15 +17,16 @@ use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
+        FsEntry, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings,
+        Version,
         execs::{Exec, Signal, StartExec},
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -41,6 +45,8 @@ pub(super) struct Twin {
     /// What was asked of it.
     pub calls: Arc<Mutex<Vec<String>>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    pub counters: Metrics,
+    pub previews: OnceLock<Previews>,
     /// Sessions that live.
     pub sessions: Arc<AtomicUsize>,
 }
@@ -72,6 +78,7 @@ pub(super) fn sandbox(id: SandboxId) -> Sandbox {
         generation: 1,
         engine: EngineKind::Qemu,
         memory: None,
+        cpu_ms: None,
         timings: None,
         error: None,
     }
@@ -205,6 +212,47 @@ impl Api for Twin {
 
     fn authorize(&self, key: Option<&str>) -> Result<()> {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
+    }
+
+    fn previews(&self) -> Previews {
+        let make = || {
+            let dir = tempfile::tempdir().unwrap();
+            Previews::open(&dir.path().join("key"), "preview.test", self.key.is_none()).unwrap()
+        };
+        self.previews.get_or_init(make).clone()
+    }
+
+    fn counters(&self) -> Metrics {
+        self.counters.clone()
+    }
+
+    async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
+        self.known(id)?;
+        Ok(vec![Port { port: 7, address: "127.0.0.1".into(), pid: Some(9), process: Some("echo".into()) }])
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        Ok(self.counters.text(&Gauges::default()))
+    }
+
+    async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
+        let all = (1..=5).map(|seq| Event { seq, ..event(the_sandbox(), EventKind::Paused) });
+        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
+        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
+    }
+
+    async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Event>> {
+        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
     }
 
     async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
@@ -388,6 +436,7 @@ impl Api for Twin {
                     noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
                 });
             }
+            80 => super::proxy::serve(far),
             _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
         }
         Ok(Box::new(near))
