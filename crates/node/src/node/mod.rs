@@ -56,6 +56,8 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
     pub cache_dir: Option<PathBuf>,
+    /// Where users keep templates of their own, `NAME.toml` each.
+    pub templates_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
     /// Keys that may use the API. None: any key, which is allowed on loopback only.
