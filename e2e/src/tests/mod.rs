@@ -4,6 +4,7 @@ mod api;
 mod crash;
 mod disk;
 mod exec;
+mod failpoints;
 mod files;
 mod lifecycle;
 mod lineage;
@@ -66,6 +67,8 @@ pub fn all() -> Vec<(&'static str, Test)> {
         network::egress_defaults,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
+        failpoints::a_node_killed_at_any_step_of_any_verb,
+        failpoints::a_node_killed_while_it_bakes_or_starts,
         disk::a_full_disk_refuses_and_loses_nothing,
     ]
 }

@@ -47,6 +47,7 @@ impl Stopwatch {
         let now = Instant::now();
         self.steps.0.push((name, now.duration_since(self.last)));
         self.last = now;
+        keiki_sys::failpoint::reach(name);
     }
 
     pub(super) fn done(self) -> Steps {

@@ -15,6 +15,7 @@
 //! - `machine`: a machine that runs
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
+//! - `ram`: the library in QEMU that maps guest RAM
 //! - `thaw`: seats, and frozen machines that go on in them
 //! - `adopt`: machines found again; `record`: the file that tells of them
 //!
@@ -35,6 +36,7 @@ mod machine;
 mod memory;
 mod process;
 mod qmp;
+mod ram;
 mod record;
 mod thaw;
 

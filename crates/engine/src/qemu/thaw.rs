@@ -299,6 +299,7 @@ fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
     if let Some(parent) = dir.parent() {
         flush(parent)?;
     }
+    keiki_sys::failpoint::reach("flush");
     write_manifest(dir, &manifest).map_err(|error| super::refusal(dir, error))?;
     Ok(manifest)
 }

@@ -12,6 +12,7 @@ use crate::{
 };
 use keiki_engine::{Engine, Machine, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
+use keiki_sys::failpoint;
 use keiki_types::{EngineKind, SandboxId, Status};
 use std::{
     collections::{HashMap, HashSet},
@@ -161,6 +162,7 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
 
 impl Inner {
     async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
+        let _armed = failpoint::arm("start");
         self.clear_scratch().await?;
         let mut named = HashSet::new();
         for record in known {
@@ -187,6 +189,7 @@ impl Inner {
         match found {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
+                failpoint::reach("adopt");
                 self.adopt_live(record, live);
                 Ok(())
             }

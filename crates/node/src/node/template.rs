@@ -16,6 +16,7 @@ use crate::{
 use futures::{StreamExt, stream::BoxStream};
 use keiki_engine::Frozen;
 use keiki_image::{Builder, Catalog, TemplateSpec};
+use keiki_sys::failpoint;
 use keiki_types::{
     SandboxId, Shape, TemplateName,
     api::{Build, BuildTemplate, Template},
@@ -279,6 +280,7 @@ impl Inner {
         request: &BuildTemplate,
         build: &Arc<Building>,
     ) -> Result<()> {
+        let _armed = failpoint::arm("build");
         let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
         let (guest, say) = (self.config.guest_binary.clone(), Arc::clone(build));
         let recipe = keiki_image::RootfsSpec { disk_mib: shape.disk_mib, ..spec.rootfs() };
@@ -323,6 +325,7 @@ impl Inner {
     async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
         let frozen = self.load(&dir).await?;
+        failpoint::reach("load");
         self.records.put(vec![record.clone()]).await?;
         build.say(&format!("done: {} version {}", record.name, record.version));
         let baked = Baked::new(record.clone(), frozen);
@@ -372,6 +375,7 @@ impl Inner {
         if self.templates.running(name.as_str()).is_some() {
             return Err(Error::Conflict(format!("template {name} is being built")));
         }
+        let _armed = failpoint::arm("delete_template");
         let baked = self.templates.state().baked.remove(name.as_str());
         let baked = baked.ok_or_else(|| Error::NotFound(format!("no template {name}")))?;
         self.records.remove::<TemplateRecord>(vec![name.as_str().into()]).await?;
