@@ -29,7 +29,7 @@ use std::{
 };
 
 /// No test may take longer.
-const TEST_LIMIT: Duration = Duration::from_secs(180);
+const TEST_LIMIT: Duration = Duration::from_secs(300);
 /// In a long run.
 const LONG_TEST_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -66,7 +66,9 @@ async fn run() -> Result<bool> {
     let places = Places::from_env()?;
     let begun = Instant::now();
     let names = names::serve().await?.to_string();
-    let node = Node::start(&places, Options::named("shared").with(&["--dns", &names])).await?;
+    let own = tests::templates::own(&places)?;
+    let options = Options::named("shared").with(&["--dns", &names, "--templates-dir", &own]);
+    let node = Node::start(&places, options).await?;
     node.bake().await?;
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });

@@ -52,6 +52,7 @@ impl Places {
     /// A small file for a test; returns its path.
     pub fn file(&self, name: &str, contents: &str) -> Result<String> {
         let path = self.root.join(name);
+        fs::create_dir_all(path.parent().unwrap_or(&path))?;
         fs::write(&path, contents)?;
         Ok(path.to_string_lossy().into_owned())
     }
@@ -251,7 +252,7 @@ impl Node {
     fn links(&self) -> Result<usize> {
         let shown = std::process::Command::new("ip").args(["-o", "-4", "addr"]).output()?;
         let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-        Ok(shown.matches(&format!(" {}.", self.range)).count())
+        Ok(shown.lines().filter(|line| line.contains(&format!(" {}.", self.range))).count())
     }
 
     /// The last lines the node logged.

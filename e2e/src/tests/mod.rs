@@ -11,6 +11,7 @@ mod lineage;
 mod network;
 mod races;
 mod state;
+pub mod templates;
 
 use crate::Test;
 use anyhow::{Result, bail, ensure};
@@ -65,6 +66,9 @@ pub fn all() -> Vec<(&'static str, Test)> {
         races::a_stopping_node_lets_things_end,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
+        templates::a_template_of_ones_own_is_a_file,
+        templates::a_code_interpreter_has_its_imports_done,
+        templates::the_examples_run,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         failpoints::a_node_killed_at_any_step_of_any_verb,
