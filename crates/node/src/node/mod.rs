@@ -326,14 +326,15 @@ impl Node {
         self.lifecycle(id).await
     }
 
-    /// The last `limit` bytes of the guest's console.
+    /// The last `limit` bytes of the guest's console; of a machine that ended by itself, what it said at its end.
     ///
     /// # Errors
     /// 404.
     pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> {
-        match self.inner.sandbox(id)?.live() {
+        let sandbox = self.inner.sandbox(id)?;
+        match sandbox.live() {
             Some(live) => Ok(live.machine.console(limit).await.into()),
-            None => Ok(Bytes::new()),
+            None => Ok(crate::sandbox::console_of(&sandbox.record()).unwrap_or_default().into()),
         }
     }
 
