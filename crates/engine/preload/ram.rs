@@ -117,10 +117,19 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     if length < LEAST || start < ram + KEPT || length > ram + wanted().1 - start {
         return 0;
     }
-    let (protection, flags) = (PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE);
+    let (protection, flags) =
+        (PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE);
     // SAFETY: all of it is RAM, which QEMU gave up; nothing else is there.
     let mapped = unsafe {
-        syscall(SYS_MMAP, address, length, c_long::from(protection), c_long::from(flags), -1 as c_long, 0 as c_long)
+        syscall(
+            SYS_MMAP,
+            address,
+            length,
+            c_long::from(protection),
+            c_long::from(flags),
+            -1 as c_long,
+            0 as c_long,
+        )
     };
     if mapped == -1 { -1 } else { 0 }
 }

@@ -8,6 +8,7 @@ mod failpoints;
 mod files;
 mod lifecycle;
 mod lineage;
+mod memory;
 mod network;
 mod races;
 mod state;
@@ -51,6 +52,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lineage::chained_snapshots,
         lineage::many_children_at_once,
         lineage::a_fork_is_all_or_nothing,
+        memory::a_guest_that_frees_memory_shrinks,
         lifecycle::paused_and_resumed,
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
