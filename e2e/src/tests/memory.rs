@@ -28,9 +28,10 @@ pub async fn a_guest_that_frees_memory_shrinks(world: Arc<World>) -> Result<()> 
     ensure!(held.private_bytes >= 128 * MIB, "128 MiB are held, and {held:?}");
     sandbox.sh("pkill -f 'sleep.777[7]'").await?;
     let freed = Instant::now();
+    // Not all of it: Linux reports blocks of 2 MiB that are free as a whole.
     loop {
         let now = memory(&sandbox).await?;
-        if now.private_bytes + 120 * MIB < held.private_bytes {
+        if now.private_bytes + 96 * MIB < held.private_bytes {
             break;
         }
         ensure!(freed.elapsed() < SHRINKS, "after {:?}: {held:?} is {now:?}", freed.elapsed());
