@@ -30,6 +30,9 @@ stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
 stage_template() {
+    # Its output is kept apart: others read from this stage's which parts there are.
+    quietly code-interpreter cargo run --locked -q -p keiki-image --example build -- \
+        "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" code-interpreter
     cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
     KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE cargo test --locked -q -p keiki-image --test build
 }

@@ -4,6 +4,7 @@
 //! durable when it returns.
 
 use crate::error::{Error, Result};
+use keiki_sys::failpoint;
 use keiki_types::{
     EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
     api::{self, Timings},
@@ -223,6 +224,7 @@ impl Records {
                 )?;
             }
             transaction.commit()?;
+            failpoint::reach(R::TABLE);
             Ok(())
         })
         .await
@@ -239,6 +241,7 @@ impl Records {
                 transaction.execute(&format!("DELETE FROM {} WHERE key = ?1", R::TABLE), [key])?;
             }
             transaction.commit()?;
+            failpoint::reach(R::TABLE);
             Ok(())
         })
         .await

@@ -312,7 +312,7 @@ fn refusal(record: &SandboxRecord, why: &str) -> Error {
 }
 
 /// What the guest said last, of a machine that ended by itself.
-fn console_of(record: &SandboxRecord) -> Option<String> {
+pub fn console_of(record: &SandboxRecord) -> Option<String> {
     let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
     Some(console.trim().to_owned())
 }

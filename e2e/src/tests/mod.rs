@@ -4,10 +4,12 @@ mod api;
 mod crash;
 mod disk;
 mod exec;
+mod failpoints;
 mod files;
 mod lifecycle;
 mod lineage;
 mod load;
+mod memory;
 mod network;
 mod observe;
 mod ports;
@@ -15,6 +17,7 @@ mod previews;
 mod races;
 mod sessions;
 mod state;
+pub mod templates;
 
 use crate::Test;
 use anyhow::{Result, bail, ensure};
@@ -64,6 +67,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lineage::chained_snapshots,
         lineage::many_children_at_once,
         lineage::a_fork_is_all_or_nothing,
+        memory::a_guest_that_frees_memory_shrinks,
         lifecycle::paused_and_resumed,
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
@@ -89,8 +93,13 @@ pub fn all() -> Vec<(&'static str, Test)> {
         sessions::it_goes_on_without_the_node,
         load::a_slow_command_delays_no_other_sandbox,
         load::thirty_two_clients_and_nothing_is_left,
+        templates::a_template_of_ones_own_is_a_file,
+        templates::a_code_interpreter_has_its_imports_done,
+        templates::the_examples_run,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
+        failpoints::a_node_killed_at_any_step_of_any_verb,
+        failpoints::a_node_killed_while_it_bakes_or_starts,
         disk::a_full_disk_refuses_and_loses_nothing,
         disk::room_is_promised_once,
     ]

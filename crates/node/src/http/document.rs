@@ -165,7 +165,7 @@ mod tests {
     const REFRESH: &str = "KEIKI_WRITE_OPENAPI";
 
     #[test]
-    fn the_committed_document_is_current() {
+    fn the_committed_openapi_document_is_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../openapi/v1.json");
         let current = openapi().to_pretty_json().unwrap() + "\n";
         if std::env::var_os(REFRESH).is_some() {

@@ -23,6 +23,7 @@ use crate::{
 };
 use futures::future::join_all;
 use keiki_engine::{Frozen, Image};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, Shape, SnapshotId, Status,
     api::{self, EventKind, ForkSandbox, Forked, Timings},
@@ -123,6 +124,7 @@ impl Inner {
     }
 
     pub(super) async fn snapshot(self: &Arc<Self>, id: SandboxId) -> Result<api::Snapshot> {
+        let _armed = arm("snapshot");
         let mut clock = Clock::start();
         let sandbox = self.sandbox(id)?;
         let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
@@ -184,6 +186,7 @@ impl Inner {
     }
 
     pub(super) async fn fork(self: &Arc<Self>, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
+        let _armed = arm("fork");
         let mut clock = Clock::start();
         let count = request::fork_count(fork.count)?;
         let sandbox = self.sandbox(id)?;
@@ -343,6 +346,7 @@ impl Inner {
     }
 
     async fn hibernate_leaving(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
+        let _armed = arm("hibernate");
         let mut clock = Clock::start();
         let record = sandbox.record();
         let _room = self.room_for(record.shape, 0)?;

@@ -60,6 +60,8 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
     pub cache_dir: Option<PathBuf>,
+    /// Where users keep templates of their own, `NAME.toml` each.
+    pub templates_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
     /// Keys that may use the API. None: any key, which is allowed on loopback only.
@@ -374,14 +376,15 @@ impl Node {
         self.lifecycle(id).await
     }
 
-    /// The last `limit` bytes of the guest's console.
+    /// The last `limit` bytes of the guest's console; of a machine that ended by itself, what it said at its end.
     ///
     /// # Errors
     /// 404.
     pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> {
-        match self.inner.sandbox(id)?.live() {
+        let sandbox = self.inner.sandbox(id)?;
+        match sandbox.live() {
             Some(live) => Ok(live.machine.console(limit).await.into()),
-            None => Ok(Bytes::new()),
+            None => Ok(crate::sandbox::console_of(&sandbox.record()).unwrap_or_default().into()),
         }
     }
 

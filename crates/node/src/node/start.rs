@@ -15,6 +15,7 @@ use crate::{
 };
 use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
+use keiki_sys::failpoint;
 use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
@@ -189,6 +190,7 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
 
 impl Inner {
     async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
+        let _armed = failpoint::arm("start");
         self.clear_scratch().await?;
         let mut named = HashSet::new();
         for record in known {
@@ -215,6 +217,7 @@ impl Inner {
         match found {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
+                failpoint::reach("adopt");
                 if record.status == Status::Running {
                     self.tell(record.id, EventKind::Running, |_| {});
                 }

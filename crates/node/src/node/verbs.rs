@@ -14,6 +14,7 @@ use crate::{
     sandbox::{Begin, Live, Sandbox, Use},
 };
 use keiki_engine::{Frozen, SharingScope};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, SnapshotId, Status, TemplateName,
     api::{self, CreateSandbox, EventKind, Promote, Promoted},
@@ -26,6 +27,7 @@ const RESTORE_DISK_BYTES: u64 = 16 << 20;
 
 impl Inner {
     pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
+        let _armed = arm(if asked.from_snapshot.is_some() { "restore" } else { "create" });
         let mut clock = Clock::start();
         let (ttl_seconds, metadata) = request::create(&asked)?;
         let base = SandboxRecord {
@@ -186,6 +188,7 @@ impl Inner {
 
     /// Wakes a hibernated sandbox; call with its verb held. On error it stays hibernated.
     pub(super) async fn wake_locked(self: &Arc<Self>, sandbox: &Arc<Sandbox>) -> Result<()> {
+        let _armed = arm("wake");
         let mut clock = Clock::start();
         let record = sandbox.record();
         let ticket = self.admission.admit(record.shape, 1)?.pop();
@@ -225,6 +228,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Pause)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("pause");
             let mut clock = Clock::start();
             // In the order of a freeze, so that a paused machine can be copied like a frozen one.
             live.guest.flush().await?;
@@ -249,6 +253,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Resume)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("resume");
             let mut clock = Clock::start();
             live.machine
                 .resume()
@@ -283,6 +288,7 @@ impl Inner {
     /// Deletes a sandbox that is `stopping` and was `before` until then; call with its verb held. On error it
     /// is as before.
     pub(super) async fn delete_claimed(&self, sandbox: &Sandbox, before: Status) -> Result<()> {
+        let _armed = arm("delete");
         let mut clock = Clock::start();
         let record = sandbox.record();
         // Removed from the records first: a crash from here on finishes the removal at the next start.
@@ -329,6 +335,7 @@ impl Inner {
     }
 
     pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        let _armed = arm("delete_snapshot");
         self.snapshot_record(id).await?;
         self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
         let dir = self.store.snapshot(id);
