@@ -93,6 +93,23 @@ pub struct Disk {
     unsynced: Vec<Arc<Open>>,
     /// Something was written to the top since it was synced.
     dirty: bool,
+    durable: Durable,
+}
+
+/// Whether all that was synced is there. The kernel tells of a page that it could not write once only, to whoever syncs
+/// next, which may be a freeze. So one failure makes all later syncs fail, and the guest hears of it.
+#[derive(Debug, Default)]
+struct Durable {
+    lost: bool,
+}
+
+impl Durable {
+    fn sync(&mut self, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        if self.lost {
+            return Err(io::Error::other("an earlier sync failed, and what it was for is lost"));
+        }
+        sync().inspect_err(|_| self.lost = true)
+    }
 }
 
 #[derive(Debug)]
@@ -117,7 +134,14 @@ impl Disk {
             (None, Some(below)) => Chain::ReadOnly(below),
             (None, None) => return Err(DiskError::Count(0)),
         };
-        Ok(Self { chain: Some(chain), bytes, lowers, unsynced: Vec::new(), dirty: false })
+        Ok(Self {
+            chain: Some(chain),
+            bytes,
+            lowers,
+            unsynced: Vec::new(),
+            dirty: false,
+            durable: Durable::default(),
+        })
     }
 
     /// Size of the disk.
@@ -195,11 +219,11 @@ impl Disk {
     pub fn flush(&mut self) -> io::Result<()> {
         if let (true, Some(Chain::Writable(top, _))) = (self.dirty, &self.chain) {
             top.flush()?;
-            top.sync()?;
+            self.durable.sync(|| top.sync())?;
             self.dirty = false;
         }
         while let Some(earlier) = self.unsynced.last() {
-            earlier.sync()?;
+            self.durable.sync(|| earlier.sync())?;
             self.unsynced.pop();
         }
         Ok(())
@@ -344,4 +368,17 @@ fn storage(file: File) -> io::Result<Storage> {
 
 fn broken() -> io::Error {
     io::Error::other("the disk has no layers")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Durable;
+
+    #[test]
+    fn a_sync_that_failed_is_not_forgotten() {
+        let mut durable = Durable::default();
+        assert!(durable.sync(|| Ok(())).is_ok());
+        assert!(durable.sync(|| Err(std::io::ErrorKind::StorageFull.into())).is_err());
+        assert!(durable.sync(|| Ok(())).is_err());
+    }
 }

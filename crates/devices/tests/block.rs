@@ -160,16 +160,14 @@ fn what_a_guest_writes_other_programs_read_and_the_other_way_round() {
         "{{\"driver\":\"qcow2\",\"file\":{{\"driver\":\"file\",\"filename\":\"{}\"}}}}",
         middle.display()
     );
-    let io =
+    let written =
         Command::new("qemu-io").args(["-c", "write -P 0xa5 1M 192k", &format!("json:{script}")]).output();
-    let by_qemu = io.is_ok_and(|output| output.status.success());
+    assert!(written.expect("qemu-io is installed").status.success());
     let disk = Disk::open(vec![bottom, store.lower("middle")], Some(store.top("top"))).unwrap();
     let mut driver = Driver::new(Block::new(disk, "disk0"));
     let mut expected = base;
     expected.resize(64 << 20, 0);
-    if by_qemu {
-        expected[1 << 20..(1 << 20) + (192 << 10)].fill(0xa5);
-    }
+    expected[1 << 20..(1 << 20) + (192 << 10)].fill(0xa5);
     assert_eq!(read(&mut driver, 2048 - 8, 1 << 20), expected[2040 * 512..2040 * 512 + (1 << 20)]);
     for (sector, len, seed) in
         [(3_u64, 512_usize, 2_u64), (2000, 200 << 10, 3), (100_000, 4096, 4), (131_071, 512, 5)]
@@ -468,6 +466,33 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
     );
     flush(&mut driver);
     write(&mut driver, 100 * cluster, &[3; 4096]);
+}
+
+#[test]
+fn a_long_chain_is_read_and_one_too_long_refused() {
+    let store = Store::new(MIB);
+    let mut disk = Disk::open(vec![store.raw("base", &[1; 512])], Some(store.top("t0"))).unwrap();
+    let empty = std::fs::read(store.path("t0")).unwrap();
+    let next = |nth: usize| {
+        let path = store.path(&format!("t{nth}"));
+        std::fs::write(&path, &empty).unwrap();
+        File::options().read(true).write(true).open(path).unwrap()
+    };
+    for nth in 1..MAX_LAYERS - 1 {
+        put(&mut disk, 512 * nth as u64, &[nth as u8; 512]);
+        disk.switch_top(next(nth)).unwrap();
+    }
+    let sectors = whole(&disk, 0, 512 * (MAX_LAYERS - 1));
+    assert!(
+        sectors
+            .chunks(512)
+            .enumerate()
+            .all(|(nth, sector)| sector.iter().all(|&byte| byte == nth.max(1) as u8))
+    );
+    assert!(matches!(disk.switch_top(next(1000)), Err(DiskError::Count(count)) if count == MAX_LAYERS + 1));
+    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it goes on");
+    // What was written to earlier tops is synced once.
+    disk.flush().unwrap();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::{
     board::{Board, Resources, WINDOWS},
     boot,
     frozen::{Config, Frozen},
-    process::{EXIT_END, Life, exit_with, failed},
+    process::{EXIT_END, EXIT_THAW, Life, exit_with, failed},
     zygote::Zygote,
 };
 use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
@@ -132,10 +132,10 @@ impl Machine {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
         let mut machine = Self::assemble(kvm, ram, config, cpu, resources, forks, |vm, board, vcpus| {
             clock.step("kvm");
-            vm.restore(&frozen.vm)?;
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
             }
+            vm.restore(&frozen.vm)?;
             clock.step("vcpus");
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
@@ -319,7 +319,12 @@ impl Machine {
     }
 
     fn resume(&mut self) -> Result<()> {
-        if self.paused { self.run() } else { Ok(()) }
+        if self.paused {
+            // The guest's watchdogs would take the pause for a vCPU that hangs.
+            self.cpus.each(|vcpu| vcpu.was_paused())?;
+            self.run()?;
+        }
+        Ok(())
     }
 
     fn layers(&mut self, descriptors: &mut Descriptors) -> Result<()> {
@@ -369,14 +374,12 @@ impl Machine {
         clock.step("save");
         match fork(&[control.as_fd(), self.kvm.as_fd(), top.as_fd()]).map_err(Error::host("forking"))? {
             Side::Child => {
-                let zygote = Zygote::new(
-                    self.kvm.clone(),
-                    self.vm.ram().clone(),
-                    frozen,
-                    control,
-                    self.generation + 1,
-                )?;
-                Ok(Frost::Zygote(Box::new(zygote)))
+                let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
+                // An error must not be answered here: this process is not the machine.
+                match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
+                    Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
+                    Err(_) => exit_with(EXIT_THAW),
+                }
             }
             Side::Parent { child } => {
                 clock.step("fork");
