@@ -13,7 +13,7 @@ use crate::{
     zygote::Zygote,
 };
 use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
-use keiki_devices::{Event, power::Ending};
+use keiki_devices::{Event, disk::Top, power::Ending};
 use keiki_hv::{
     Cpus, End, GuestRam, HugePages, Kvm, Vm,
     cpuid::{Baseline, CpuModel},
@@ -340,6 +340,7 @@ impl Machine {
         let was_paused = self.paused;
         // Ahead of the pause: what the guest wrote and did not flush.
         self.board.with_disk(|disk| disk.flush()).map_err(Error::host("flushing the disk"))?;
+        let top = self.board.with_disk(|disk| disk.prepare_top(top))?;
         clock.step("flush");
         let parked = Instant::now();
         self.pause()?;
@@ -363,7 +364,7 @@ impl Machine {
     }
 
     /// Between park and resume.
-    fn copy(&mut self, control: OwnedFd, top: File, clock: &mut Clock) -> Result<Frost> {
+    fn copy(&mut self, control: OwnedFd, top: Top, clock: &mut Clock) -> Result<Frost> {
         let frozen = Frozen {
             config: self.config.clone(),
             cpu: self.cpu.clone(),
@@ -372,8 +373,10 @@ impl Machine {
             devices: self.board.save()?,
         };
         clock.step("save");
-        match fork(&[control.as_fd(), self.kvm.as_fd(), top.as_fd()]).map_err(Error::host("forking"))? {
+        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
             Side::Child => {
+                // Its descriptors are the parent's, closed here already.
+                std::mem::forget(top);
                 let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
                 // An error must not be answered here: this process is not the machine.
                 match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
