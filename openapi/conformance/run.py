@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,7 +33,7 @@ def ids(url, what):
 
 
 def main():
-    schemathesis, url, seconds = sys.argv[1], sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "75"
+    schemathesis, url, seconds = os.path.abspath(sys.argv[1]), sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "75"
     before = {what: ids(url, what) for what in ("sandboxes", "snapshots")}
     try:
         sandbox = call(url, "POST", "/v1/sandboxes", {})["id"]
@@ -48,7 +49,9 @@ def main():
             "--warnings", "off", "--generation-database", "none", "--no-color",
         ]
         hooks = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(HERE), "KEIKI_CONFORMANCE_IDS": json.dumps(known)}
-        return subprocess.run(command, env={**os.environ, **hooks}, check=False).returncode
+        # It keeps notes where it is started.
+        with tempfile.TemporaryDirectory() as here:
+            return subprocess.run(command, env={**os.environ, **hooks}, cwd=here, check=False).returncode
     finally:
         for what, known in before.items():
             for left in ids(url, what) - known:
