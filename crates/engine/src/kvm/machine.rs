@@ -26,6 +26,7 @@ use std::{
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, atomic::AtomicBool},
+    time::Duration,
 };
 use tokio::sync::Mutex;
 
