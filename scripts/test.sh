@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e conformance sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -69,6 +69,20 @@ with_reflinks() {
 stage_e2e() {
     ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
+}
+
+# The committed document against a live node: 75 seconds of it, or ten minutes.
+stage_conformance() {
+    local schemathesis=$STATE/venv-conformance/bin/schemathesis
+    if ! "$schemathesis" --version >/dev/null 2>&1; then
+        rm -rf "$STATE/venv-conformance"
+        python3 -m venv "$STATE/venv-conformance"
+        "$STATE/venv-conformance/bin/pip" install -q --disable-pip-version-check schemathesis
+    fi
+    start_node conformance "$OUT_DEV"
+    "$OUT_DEV/keiki" template build base
+    python3 openapi/conformance/run.py "$schemathesis" "$KEIKI_URL" ${KEIKI_TEST_ALL:+600}
+    stop_node
 }
 
 stage_sdk() {

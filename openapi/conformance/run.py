@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,12 +33,10 @@ def ids(url, what):
 
 
 def main():
-    schemathesis, url, seconds = sys.argv[1], sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "60"
+    schemathesis, url, seconds = os.path.abspath(sys.argv[1]), sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "75"
     before = {what: ids(url, what) for what in ("sandboxes", "snapshots")}
     try:
         sandbox = call(url, "POST", "/v1/sandboxes", {})["id"]
-        serve = "setsid python3 -m http.server 8000 --bind 127.0.0.1 >/dev/null 2>&1 </dev/null &"
-        call(url, "POST", f"/v1/sandboxes/{sandbox}/exec", {"cmd": serve})
         known = {
             "sandbox": sandbox,
             "snapshot": call(url, "POST", f"/v1/sandboxes/{sandbox}/snapshots")["id"],
@@ -45,12 +44,14 @@ def main():
         }
         command = [
             schemathesis, "run", str(HERE.parent / "v1.json"), "--url", url, "--checks", CHECKS, "--phases",
-            "examples,coverage,fuzzing", "--max-time", seconds, "--workers", "4", "--request-timeout", "60",
+            "examples,coverage,fuzzing", "--max-time", seconds, "--workers", "1", "--request-timeout", "60",
             "--continue-on-failure", "--no-shrink", "--max-examples", "40", "--suppress-health-check", "all",
             "--warnings", "off", "--generation-database", "none", "--no-color",
         ]
         hooks = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(HERE), "KEIKI_CONFORMANCE_IDS": json.dumps(known)}
-        return subprocess.run(command, env={**os.environ, **hooks}, check=False).returncode
+        # It keeps notes where it is started.
+        with tempfile.TemporaryDirectory() as here:
+            return subprocess.run(command, env={**os.environ, **hooks}, cwd=here, check=False).returncode
     finally:
         for what, known in before.items():
             for left in ids(url, what) - known:
