@@ -1,7 +1,7 @@
 //! The library that gives QEMU's guest RAM its image, see `preload/ram.rs` and RFD 007.
 
 use super::{Host, args::Launch, jail};
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, users::show};
 use keiki_snapshot::MEMORY_FILE;
 use std::{fs, path::PathBuf, process::Command};
 
@@ -19,7 +19,7 @@ fn install(host: &Host) -> Result<()> {
     fs::create_dir_all(jail::root(host)).map_err(failed())?;
     let new = path.with_extension(uuid::Uuid::now_v7().simple().to_string());
     fs::write(&new, LIBRARY).and_then(|()| fs::rename(&new, &path)).map_err(failed())?;
-    jail::show(&path)
+    show(&path)
 }
 
 /// Tells the loader of it, and it of the image.
