@@ -35,6 +35,9 @@ pub enum Error {
     /// 413.
     #[error("{0}")]
     TooLarge(String),
+    /// 422: the `Idempotency-Key` is another request's.
+    #[error("{0}")]
+    KeyTaken(String),
     /// 503 with `Retry-After`: nothing was made, try again.
     #[error("{why}")]
     Busy {

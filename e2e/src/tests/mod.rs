@@ -53,6 +53,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
+        races::a_named_request_is_carried_out_once,
         races::a_snapshot_deleted_while_it_is_restored,
         races::what_ends_under_a_command_says_so,
         races::twenty_commands_wake_it_once,

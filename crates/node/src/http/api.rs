@@ -1,6 +1,6 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, exec::Session, files::Reading};
+use crate::{Node, Result, exec::Session, files::Reading, once::Once};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -41,11 +41,11 @@ macro_rules! verbs {
 }
 
 verbs! {
-    fn create(request: CreateSandbox) -> Sandbox;
+    fn create(request: CreateSandbox, once: Option<Once>) -> Sandbox;
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;
@@ -54,7 +54,7 @@ verbs! {
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
     fn console(id: SandboxId, limit: usize) -> Bytes;
-    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();

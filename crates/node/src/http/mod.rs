@@ -20,6 +20,7 @@ mod files;
 mod fork;
 mod logs;
 mod meta;
+mod once;
 mod pty;
 mod request;
 mod sandboxes;

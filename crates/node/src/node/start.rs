@@ -6,6 +6,7 @@ use crate::{
     admission::Admission,
     error::{Error, Result},
     guest::GuestLink,
+    locks::Locks,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
@@ -77,6 +78,7 @@ impl Node {
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
+            requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });

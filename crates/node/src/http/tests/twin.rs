@@ -5,6 +5,7 @@ use crate::{
     exec::{Control, ControlInner, ExecEvent, Session},
     files::Reading,
     http::api::Api,
+    once::Once,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -34,6 +35,8 @@ pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
     pub calls: Mutex<Vec<String>>,
+    /// The names that requests came with.
+    pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
     /// Sessions that live.
     pub sessions: std::sync::Arc<AtomicUsize>,
@@ -152,7 +155,8 @@ impl Api for Twin {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
-    async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
+    async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
+        self.named.lock().unwrap().extend(once);
         match request.template.as_deref() {
             Some("busy") => {
                 Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
@@ -175,7 +179,8 @@ impl Api for Twin {
         self.known(id).map(drop)
     }
 
-    async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+        self.named.lock().unwrap().extend(once);
         self.done(id, format!("fork {request:?}"))?;
         let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
         let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
@@ -218,7 +223,8 @@ impl Api for Twin {
         Ok("hello é\nworld\n".into())
     }
 
-    async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
+        self.named.lock().unwrap().extend(once);
         self.known(id)?;
         Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
     }
