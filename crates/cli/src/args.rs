@@ -52,6 +52,10 @@ pub enum Command {
     Inspect(cmd::inspect::Args),
     /// Show the log of a sandbox
     Logs(cmd::logs::Args),
+    /// Show what happened to sandboxes
+    Events(cmd::events::Args),
+    /// Show what sandboxes use: CPU and memory, live
+    Top(cmd::top::Args),
     /// Stop the vCPUs of sandboxes, keep them in memory
     Pause(cmd::pause::Args),
     /// Let paused sandboxes go on
@@ -165,6 +169,8 @@ mod tests {
             &["snapshots", "rm"],
             &["template", "build"],
             &["ls", "-o", "yaml"],
+            &["events", "-n", "0"],
+            &["top", "--interval", "0"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

@@ -20,6 +20,7 @@
 //!   a timeout where you want one; dropping a call or a stream is the way to cancel it.
 
 mod error;
+mod events;
 mod exec;
 mod files;
 mod pty;

@@ -7,6 +7,7 @@
 
 mod boot;
 mod cgroup;
+mod dial;
 mod exec;
 mod files;
 mod individual;

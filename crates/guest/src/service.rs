@@ -1,7 +1,7 @@
 //! The RPCs: what the node asks, passed on to the parts that do it, and their errors as codes.
 
 use crate::{
-    cgroup,
+    cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
     individual::{Identity, IndividualError, announce},
@@ -10,9 +10,9 @@ use crate::{
 use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
-    AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest,
-    FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk,
-    InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty,
+    AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
+    FlushRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest,
+    InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty,
     ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply,
     SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event,
     guest_server::Guest,
@@ -75,6 +75,7 @@ impl Guest for Agent {
     type ExecStream = Events;
     type AttachStream = Events;
     type ReadFileStream = ReceiverStream<Result<FileChunk, Status>>;
+    type DialStream = ReceiverStream<Result<DialChunk, Status>>;
 
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
         let up = clock_gettime(ClockId::Boottime);
@@ -292,6 +293,14 @@ impl Guest for Agent {
     async fn symlink(&self, request: Request<SymlinkRequest>) -> Answer<Done> {
         let SymlinkRequest { target, link } = request.into_inner();
         file_work(move || files::symlink(&target, files::absolute(&link)?).map(done)).await
+    }
+
+    async fn dial(&self, request: Request<Streaming<DialChunk>>) -> Answer<Self::DialStream> {
+        let mut chunks = request.into_inner();
+        let stream = dial::connect(&mut chunks).await?;
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(dial::carry(stream, chunks, sender));
+        Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
     async fn shutdown(&self, request: Request<ShutdownRequest>) -> Answer<Done> {

@@ -22,7 +22,7 @@ use keiki_protocol::guest::{
 };
 use keiki_types::{SandboxId, api::ExecRequest};
 use std::{sync::Arc, time::Duration};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
@@ -108,6 +108,7 @@ impl Control {
 struct InGuest {
     id: String,
     using: Use,
+    _stream: OwnedSemaphorePermit,
 }
 
 #[async_trait::async_trait]
@@ -157,7 +158,9 @@ impl Node {
         let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
         let stdin = stdin(&request)?;
         let spec = spec(request, command, timeout_ms, stdin.is_some(), pty);
-        let session = Arc::new(InGuest { id: spec.id.clone(), using: self.inner.begin(id).await? });
+        let using = self.inner.begin(id).await?;
+        let stream = using.live.guest.stream()?;
+        let session = Arc::new(InGuest { id: spec.id.clone(), using, _stream: stream });
         let (send, events) = mpsc::channel(EVENTS_AHEAD);
         let (tell, started) = oneshot::channel();
         let control = Control { inner: Arc::clone(&session) as Arc<dyn ControlInner> };

@@ -5,13 +5,16 @@
 
 mod admission;
 pub mod clock;
+pub mod dial;
 pub mod error;
+mod events;
 pub mod exec;
 pub mod files;
 mod guest;
 pub mod http;
 mod lifecycle;
 mod locks;
+mod metrics;
 mod node;
 pub mod once;
 mod records;

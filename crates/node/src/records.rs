@@ -287,6 +287,18 @@ impl Records {
         .await
     }
 
+    /// How many records of a kind there are.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn count<R: Row>(&self) -> Result<usize> {
+        self.run(|inner| {
+            let sql = format!("SELECT count(*) FROM {}", R::TABLE);
+            Ok(usize::try_from(inner.connection.query_row(&sql, [], |row| row.get::<_, i64>(0))?)?)
+        })
+        .await
+    }
+
     /// One record.
     ///
     /// # Errors

@@ -274,6 +274,7 @@ impl Sandbox {
             generation: record.generation,
             engine: record.engine,
             memory: None,
+            cpu_ms: None,
             timings: record.timings.clone(),
             error: record.error.clone(),
         }

@@ -1,14 +1,14 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, exec::Session, files::Reading, once::Once};
+use crate::{Node, Result, dial::Dialed, exec::Session, files::Reading, metrics::Metrics, once::Once};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
+        Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
     },
 };
 
@@ -20,6 +20,8 @@ macro_rules! verbs {
         pub(super) trait Api: Send + Sync {
             fn version(&self) -> Version;
             fn authorize(&self, key: Option<&str>) -> Result<()>;
+            /// Where requests are counted.
+            fn counters(&self) -> Metrics;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -31,6 +33,10 @@ macro_rules! verbs {
 
             fn authorize(&self, key: Option<&str>) -> Result<()> {
                 Node::authorize(self, key)
+            }
+
+            fn counters(&self) -> Metrics {
+                self.inner.metrics.clone()
             }
 
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
@@ -53,12 +59,16 @@ verbs! {
     fn wake(id: SandboxId) -> Sandbox;
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn metrics() -> String;
+    fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
+    fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
     fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();
     fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;
     fn list_dir(id: SandboxId, path: &str) -> Vec<FsEntry>;

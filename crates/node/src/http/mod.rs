@@ -14,6 +14,7 @@
 mod api;
 mod document;
 mod errors;
+mod events;
 mod exec;
 mod extract;
 mod files;
@@ -22,11 +23,13 @@ mod logs;
 mod meta;
 mod once;
 mod pty;
+mod refusals;
 mod request;
 mod sandboxes;
 mod serve;
 mod snapshots;
 mod sse;
+mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
@@ -109,9 +112,12 @@ fn routes(app: App) -> Router {
         fork::fork_tree as __path_fork_tree,
         fork::promote as __path_promote,
         logs::console as __path_console,
+        events::of_sandbox as __path_of_sandbox,
+        events::of_all as __path_of_all,
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
         pty::open as __path_open,
+        tcp::tcp as __path_tcp,
         files::read as __path_read,
         files::write as __path_write,
         files::delete as __path_delete,
@@ -135,7 +141,10 @@ fn routes(app: App) -> Router {
         logs::build as __path_build,
         meta::version as __path_version,
         meta::document as __path_document,
+        meta::metrics as __path_metrics,
     )
     .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
-    add!(keyed, meta::health as __path_health).layer(middleware::from_fn(request::observe)).with_state(app)
+    add!(keyed, meta::health as __path_health)
+        .layer(middleware::from_fn_with_state(app.clone(), request::observe))
+        .with_state(app)
 }

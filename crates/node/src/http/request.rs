@@ -1,7 +1,7 @@
 //! What happens around every request: its id, its log line, its key.
 
 use super::{App, errors};
-use crate::{Error, Result};
+use crate::{Error, Result, metrics::Metrics};
 use axum::{
     extract::{MatchedPath, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request::Parts, uri::Authority},
@@ -20,7 +20,7 @@ const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const CLIENT_LEFT: u16 = 499;
 
 /// Gives the request its id, answers every failure in the envelope, and logs one line.
-pub(super) async fn observe(request: Request, next: Next) -> Response {
+pub(super) async fn observe(State(app): State<App>, request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let path = request.uri().path().to_owned();
     let mut line = Line {
@@ -28,6 +28,7 @@ pub(super) async fn observe(request: Request, next: Next) -> Response {
         method: request.method().clone(),
         route: request.extensions().get::<MatchedPath>().map_or("-".into(), |path| path.as_str().to_owned()),
         started: Instant::now(),
+        metrics: app.api.counters(),
         status: CLIENT_LEFT,
         error: None,
     };
@@ -52,13 +53,16 @@ struct Line {
     method: Method,
     route: String,
     started: Instant,
+    metrics: Metrics,
     status: u16,
     error: Option<String>,
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
-        let ms = self.started.elapsed().as_secs_f64() * 1e3;
+        let took = self.started.elapsed();
+        let ms = took.as_secs_f64() * 1e3;
+        self.metrics.request(self.method.as_str(), &self.route, self.status, false, took);
         tracing::info!(
             id = self.id,
             method = self.method.as_str(),

@@ -2,7 +2,7 @@
 
 use super::{
     App,
-    document::{Any, Asked, Keyed, Maker, Mover, Named, Stateful, Told},
+    document::{Any, Asked, Keyed, Later, Maker, Mover, Named, Stateful, Told},
     extract::{self, OfSandbox, Query},
     once::RequestKey,
 };
@@ -84,7 +84,7 @@ pub(super) async fn resume(State(app): State<App>, OfSandbox(id): OfSandbox) -> 
 /// Stores a sandbox and frees its memory.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/hibernate", tag = "sandboxes", operation_id = "hibernate_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Mover,
+    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Mover, Later,
         (status = 507, description = "Not enough disk", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn hibernate(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<Json<Sandbox>> {
     Ok(Json(app.api.hibernate(id).await?))

@@ -26,7 +26,7 @@ use futures::future::join_all;
 use keiki_engine::{Frozen, Image};
 use keiki_types::{
     Origin, SandboxId, Shape, SnapshotId, Status,
-    api::{self, ForkSandbox, Forked, Timings},
+    api::{self, EventKind, ForkSandbox, Forked, Timings},
 };
 use std::{
     sync::Arc,
@@ -90,25 +90,18 @@ impl Inner {
         for (step, took) in &report.steps.0 {
             clock.note(&format!("freeze:{step}"), *took);
         }
+        self.tell(sandbox.id, EventKind::Frozen, |event| event.ms = Some(ms(report.vcpu_pause)));
         Ok(Taken { frozen, pause: Pause { vcpu: report.vcpu_pause, user: user_pause } })
     }
 
     /// Room for a frozen machine whose RAM is all private, and for its copies.
-    fn check_disk(&self, shape: Shape, copies: usize) -> Result<()> {
-        let wanted = (u64::from(shape.memory_mib) << 20) + MACHINE_DISK_BYTES * (copies as u64 + 1);
-        self.check_free(wanted)
+    fn room_for(&self, shape: Shape, copies: usize) -> Result<Ticket> {
+        self.reserve_disk((u64::from(shape.memory_mib) << 20) + MACHINE_DISK_BYTES * (copies as u64 + 1))
     }
 
-    /// Room on the store.
-    pub(super) fn check_free(&self, wanted: u64) -> Result<()> {
-        let free = self.store.free_bytes()?;
-        if free < wanted {
-            let (wanted, free) = (wanted >> 20, free >> 20);
-            return Err(Error::NoRoom(format!(
-                "insufficient host storage for sandbox: {wanted} MiB wanted, {free} MiB free"
-            )));
-        }
-        Ok(())
+    /// Room on the store, for as long as the operation runs.
+    pub(super) fn reserve_disk(&self, wanted: u64) -> Result<Ticket> {
+        self.room.reserve(wanted, || self.store.free_bytes())
     }
 
     /// A sandbox with a machine, its verb held: woken first if it is hibernated.
@@ -140,14 +133,18 @@ impl Inner {
         let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
         let Some(live) = live else { return Err(Error::Conflict(format!("sandbox {id} has no machine"))) };
         let record = sandbox.record();
-        self.check_disk(record.shape, 0)?;
+        let _room = self.room_for(record.shape, 0)?;
         let snapshot = SnapshotId::new();
         let dir = self.store.snapshot(snapshot);
         let made = self.take_snapshot(&sandbox, &live, snapshot, once, &mut clock).await;
         match made {
             Ok((snapshot_record, taken)) => {
                 let timings = frozen_timings(&clock, &taken);
-                super::log_done("snapshot", &id.to_string(), &timings);
+                self.done("snapshot", &id.to_string(), &timings);
+                self.tell(id, EventKind::Snapshotted, |event| {
+                    event.snapshot_id = Some(snapshot);
+                    event.ms = Some(timings.total_ms);
+                });
                 Ok(api::Snapshot { timings: Some(timings), ..snapshot_record.view() })
             }
             Err(error) => {
@@ -210,7 +207,7 @@ impl Inner {
         };
         let ttl_seconds = request::ttl(fork.ttl_seconds, parent.ttl_seconds)?;
         let tickets = self.admission.admit(parent.shape, count)?;
-        self.check_disk(parent.shape, count)?;
+        let _room = self.room_for(parent.shape, count)?;
 
         let children: Vec<SandboxRecord> = join_all((0..count).map(|_| async {
             let generation = self.records.generation().await?;
@@ -235,6 +232,9 @@ impl Inner {
         .into_iter()
         .collect::<Result<_>>()?;
         self.records.put(children.clone()).await?;
+        for child in &children {
+            self.announce(child);
+        }
         clock.lap("admit");
 
         let scratch = self.store.scratch();
@@ -244,7 +244,7 @@ impl Inner {
         let (lives, taken) = match made {
             Ok(made) => made,
             Err(error) => {
-                self.forget(&children).await;
+                self.forget(&children, &error).await;
                 return Err(error);
             }
         };
@@ -303,6 +303,8 @@ impl Inner {
         once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<Forked> {
+        // A child's clock goes on from the fork's own, which has one step more by now: `thaws`.
+        let before = clock.timings().steps.len().saturating_sub(1);
         let mut records = Vec::with_capacity(children.len());
         for (mut record, (live, own_clock)) in children.into_iter().zip(&lives) {
             record.status = Status::Running;
@@ -314,16 +316,23 @@ impl Inner {
         let request = once.map(|once| once.made(records.iter().map(|record| record.id)));
         if let Err(error) = self.records.put_made(records.clone(), request).await {
             join_all(lives.iter().map(|(live, _)| self.end_unnamed(live))).await;
-            self.forget(&records).await;
+            self.forget(&records, &error).await;
             return Err(error);
         }
         clock.lap("record");
         let mut views = Vec::with_capacity(records.len());
-        for (record, (live, _)) in records.into_iter().zip(lives) {
+        for (record, (live, own_clock)) in records.into_iter().zip(lives) {
+            let own = own_clock.timings();
+            self.metrics.steps("fork", own.steps.get(before..).unwrap_or_default());
+            self.tell(record.id, EventKind::Running, |event| event.ms = Some(own.total_ms));
             views.push(self.adopt_live(record, live).view());
         }
         let timings = frozen_timings(clock, taken);
-        super::log_done("fork", &parent.id.to_string(), &timings);
+        self.done("fork", &parent.id.to_string(), &timings);
+        self.tell(parent.id, EventKind::Forked, |event| {
+            event.children = views.iter().map(|child| child.id).collect();
+            event.ms = Some(timings.total_ms);
+        });
         let sandbox = views.first().cloned();
         let sandbox = sandbox.ok_or_else(|| Error::Invalid("count must be at least 1".into()))?;
         Ok(Forked { parent_id: parent.id, sandbox, children: views, timings })
@@ -349,7 +358,7 @@ impl Inner {
     async fn hibernate_leaving(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
         let mut clock = Clock::start();
         let record = sandbox.record();
-        self.check_disk(record.shape, 0)?;
+        let _room = self.room_for(record.shape, 0)?;
         let dir = self.store.hibernated(record.id, record.generation);
         let made = async {
             let image = self.image(&dir, record.shape).await?;
@@ -368,7 +377,9 @@ impl Inner {
                 });
                 self.end_live(record.id, live).await;
                 clock.lap("stop");
-                super::log_done("hibernate", &record.id.to_string(), &frozen_timings(&clock, &taken));
+                let timings = frozen_timings(&clock, &taken);
+                self.done("hibernate", &record.id.to_string(), &timings);
+                self.tell(record.id, EventKind::Hibernated, |event| event.ms = Some(timings.total_ms));
                 Ok(())
             }
             Err(error) => {
@@ -408,7 +419,11 @@ impl Inner {
     }
 
     /// Removes the records of sandboxes that never came to be.
-    pub(super) async fn forget(&self, records: &[SandboxRecord]) {
+    pub(super) async fn forget(&self, records: &[SandboxRecord], why: &Error) {
+        for record in records {
+            self.unlist(record.id);
+            self.tell(record.id, EventKind::Failed, |event| event.reason = Some(why.to_string()));
+        }
         let keys = records.iter().map(|record| record.id.to_string()).collect();
         if let Err(error) = self.records.remove::<SandboxRecord>(keys).await {
             tracing::error!(

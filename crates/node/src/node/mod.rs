@@ -14,6 +14,7 @@
 mod bake;
 mod freeze;
 mod machine;
+mod observe;
 mod once;
 pub(crate) mod request;
 mod sources;
@@ -23,9 +24,11 @@ mod template;
 mod verbs;
 
 use crate::{
-    admission::Admission,
+    admission::{Admission, DiskRoom},
     error::{Error, Result},
+    events::{Events, event},
     locks::Locks,
+    metrics::Metrics,
     once::Once,
     records::{Records, SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
@@ -38,8 +41,8 @@ use keiki_net::Slots;
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted,
-        SetLifecycle, Snapshot, Template, Timings, Version,
+        self, Build, BuildTemplate, CreateSandbox, EventKind, ForkSandbox, Forked, Lifecycle, Promote,
+        Promoted, SetLifecycle, Snapshot, Template, Timings, Version,
     },
 };
 use std::{
@@ -100,6 +103,11 @@ pub(crate) struct Inner {
     trusts_all: bool,
     slots: Slots,
     admission: Admission,
+    /// Of the store.
+    room: DiskRoom,
+    pub(crate) metrics: Metrics,
+    measured: observe::Measured,
+    events: Events,
     /// Machines being started or released at once: more than a few per CPU would only make all of them late.
     starting: tokio::sync::Semaphore,
     templates: template::Templates,
@@ -136,8 +144,18 @@ impl Inner {
     /// Takes a released machine in: from here on its sandbox can be used.
     fn adopt_live(self: &Arc<Self>, record: SandboxRecord, live: Live) -> Arc<Sandbox> {
         let live = Arc::new(live);
-        let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
-        self.list_it(Arc::clone(&sandbox));
+        let sandbox = match self.sandbox(record.id) {
+            // Listed while it was being made.
+            Ok(sandbox) => {
+                sandbox.set_live(Some(Arc::clone(&live)), |current| *current = record);
+                sandbox
+            }
+            Err(_) => {
+                let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
+                self.list_it(Arc::clone(&sandbox));
+                sandbox
+            }
+        };
         self.watch(Arc::clone(&sandbox), live);
         sandbox
     }
@@ -158,24 +176,34 @@ impl Inner {
     }
 
     async fn view(&self, sandbox: &Sandbox) -> api::Sandbox {
-        let memory = match sandbox.live() {
-            Some(live) => live.machine.memory().await.ok(),
-            None => None,
+        let (memory, cpu) = match sandbox.live() {
+            Some(live) => (live.machine.memory().await.ok(), live.machine.cpu_time().await.ok().flatten()),
+            None => (None, None),
         };
-        api::Sandbox { memory, ..sandbox.view() }
+        let cpu_ms = cpu.map(|used| u64::try_from(used.as_millis()).unwrap_or(u64::MAX));
+        api::Sandbox { memory, cpu_ms, ..sandbox.view() }
+    }
+
+    /// A verb that is done: one log line with its steps, and its measures.
+    fn done(&self, verb: &str, id: &str, timings: &Timings) {
+        let steps: Vec<String> =
+            timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
+        tracing::info!(operation = verb, id, ms = timings.total_ms, steps = steps.join(" "), "done");
+        self.metrics.verb(verb, timings);
+    }
+
+    /// Something happened to a sandbox.
+    fn tell(&self, id: SandboxId, kind: EventKind, more: impl FnOnce(&mut api::Event)) {
+        let mut event = event(id, kind);
+        more(&mut event);
+        self.metrics.event(kind.as_str());
+        self.events.emit(event);
     }
 }
 
 /// What a verb is told that comes too late.
 fn stopping() -> Error {
     Error::Busy { why: "the node is stopping".into(), retry_after: Duration::from_secs(5) }
-}
-
-/// One log line per operation, with its steps.
-fn log_done(operation: &str, id: &str, timings: &Timings) {
-    let steps: Vec<String> =
-        timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
-    tracing::info!(operation, id, ms = timings.total_ms, steps = steps.join(" "), "done");
 }
 
 impl Node {
@@ -317,6 +345,9 @@ impl Node {
         let current = sandbox.record();
         if matches!(current.status, Status::Stopping | Status::Deleted) {
             return Err(Error::NotFound(format!("no sandbox {id}")));
+        }
+        if current.status == Status::Creating {
+            return Err(Error::Conflict(format!("sandbox {id} is still being created")));
         }
         let ttl_seconds = request::ttl(request.ttl_seconds, current.ttl_seconds)?;
         let record = sandbox.update(|record| {

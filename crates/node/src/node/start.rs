@@ -1,19 +1,21 @@
 //! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
-use super::{Config, Inner, Node, sources::Sources, sweep, template::Templates};
+use super::{Config, Inner, Node, observe::Measured, sources::Sources, sweep, template::Templates};
 use crate::{
-    admission::Admission,
+    admission::{Admission, DiskRoom},
     error::{Error, Result},
+    events::Events,
     guest::GuestLink,
     locks::Locks,
+    metrics::Metrics,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
 };
 use keiki_engine::{Engine, Machine, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
-use keiki_types::{EngineKind, SandboxId, Status};
+use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
@@ -53,6 +55,7 @@ impl Node {
 
     async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
+        let events = Events::open(&store.events())?;
         let engine = choose_engine(&config, &store)?;
         let capabilities = engine.probe().await;
         if !capabilities.usable {
@@ -75,6 +78,10 @@ impl Node {
             engine,
             slots,
             admission,
+            room: DiskRoom::default(),
+            metrics: Metrics::default(),
+            measured: Measured::default(),
+            events,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
@@ -84,6 +91,7 @@ impl Node {
         });
         inner.recover(known).await?;
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
+        tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })
     }
 
@@ -106,6 +114,7 @@ impl Node {
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
         }
+        inner.events.flush().await;
         if !inner.config.ephemeral {
             return;
         }
@@ -189,6 +198,9 @@ impl Inner {
         match found {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
+                if record.status == Status::Running {
+                    self.tell(record.id, EventKind::Running, |_| {});
+                }
                 self.adopt_live(record, live);
                 Ok(())
             }
@@ -251,6 +263,7 @@ impl Inner {
     async fn recover_failed(self: &Arc<Self>, record: SandboxRecord, why: String) -> Result<()> {
         tracing::warn!(id = %record.id, why, "a sandbox was lost");
         self.end_leftovers(record.id).await?;
+        self.tell(record.id, EventKind::Failed, |event| event.reason = Some(why.clone()));
         let failed = SandboxRecord { status: Status::Failed, slot: None, error: Some(why), ..record };
         self.records.put(vec![failed.clone()]).await?;
         self.list_it(Sandbox::new(failed, None));

@@ -17,7 +17,7 @@ use crate::{
 use keiki_engine::Frozen;
 use keiki_types::{
     Origin, SandboxId, SnapshotId, Status, TemplateName,
-    api::{self, CreateSandbox, Promote, Promoted},
+    api::{self, CreateSandbox, EventKind, Promote, Promoted},
 };
 use std::{collections::BTreeMap, sync::Arc};
 use time::OffsetDateTime;
@@ -42,7 +42,7 @@ impl Inner {
                 let _held = self.sources.hold(&dir).await;
                 let snapshot = self.snapshot_record(id).await?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
-                self.check_free(RESTORE_DISK_BYTES)?;
+                let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
                 let record = SandboxRecord {
                     template: snapshot.template,
                     template_version: snapshot.template_version,
@@ -62,7 +62,7 @@ impl Inner {
                     name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
                 let (baked, _held) = self.baked(&name).await?;
                 request::shape(&asked, name.as_str(), baked.record.shape)?;
-                self.check_free(RESTORE_DISK_BYTES)?;
+                let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
                 let record = SandboxRecord {
                     template: baked.record.name.clone(),
                     template_version: baked.record.version.clone(),
@@ -138,6 +138,7 @@ impl Inner {
             }
         };
         clock.lap("record");
+        self.announce(&record);
         let made = async {
             let place = match place {
                 Some(place) => place,
@@ -150,10 +151,19 @@ impl Inner {
         match made.await {
             Ok(live) => self.come_up(record, live, once, clock).await,
             Err(error) => {
-                self.forget(&[record]).await;
+                self.forget(&[record], &error).await;
                 Err(error)
             }
         }
+    }
+
+    /// Lists a sandbox that is being made.
+    pub(super) fn announce(&self, record: &SandboxRecord) {
+        self.list_it(Sandbox::new(record.clone(), None));
+        self.tell(record.id, EventKind::Created, |event| {
+            event.parent_sandbox_id = record.parent_sandbox_id;
+            event.snapshot_id = record.from_snapshot;
+        });
     }
 
     async fn come_up(
@@ -173,11 +183,13 @@ impl Inner {
         let request = once.map(|once| once.made([record.id]));
         if let Err(error) = self.records.put_made(vec![record.clone()], request).await {
             self.end_live(record.id, &live).await;
-            self.forget(&[record]).await;
+            self.forget(&[record], &error).await;
             return Err(error);
         }
         clock.lap("record");
-        super::log_done(record.origin.as_str(), &record.id.to_string(), &clock.timings());
+        let timings = clock.timings();
+        self.done(record.origin.as_str(), &record.id.to_string(), &timings);
+        self.tell(record.id, EventKind::Running, |event| event.ms = Some(timings.total_ms));
         Ok(self.adopt_live(record, live).view())
     }
 
@@ -196,7 +208,7 @@ impl Inner {
         let record = sandbox.record();
         let ticket = self.admission.admit(record.shape, 1)?.pop();
         let ticket = ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
-        self.check_free(RESTORE_DISK_BYTES)?;
+        let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
         let source = self.store.hibernated(record.id, record.generation);
         let frozen = self.load(&source).await?;
         let generation = self.records.generation().await?;
@@ -217,7 +229,9 @@ impl Inner {
             return Err(error);
         }
         self.store.remove_or_log(source).await;
-        super::log_done("wake", &woken.id.to_string(), &clock.timings());
+        let timings = clock.timings();
+        self.done("wake", &woken.id.to_string(), &timings);
+        self.tell(woken.id, EventKind::Woken, |event| event.ms = Some(timings.total_ms));
         let live = Arc::new(live);
         sandbox.set_live(Some(Arc::clone(&live)), |record| *record = woken);
         self.watch(Arc::clone(sandbox), live);
@@ -242,7 +256,8 @@ impl Inner {
             clock.lap("park");
             self.settle(&sandbox, Status::Paused).await?;
             clock.lap("record");
-            super::log_done("pause", &id.to_string(), &clock.timings());
+            self.done("pause", &id.to_string(), &clock.timings());
+            self.tell(id, EventKind::Paused, |_| {});
         }
         Ok(sandbox.view())
     }
@@ -262,7 +277,8 @@ impl Inner {
             clock.lap("thaw_user");
             self.settle(&sandbox, Status::Running).await?;
             clock.lap("record");
-            super::log_done("resume", &id.to_string(), &clock.timings());
+            self.done("resume", &id.to_string(), &clock.timings());
+            self.tell(id, EventKind::Resumed, |_| {});
         }
         Ok(sandbox.view())
     }
@@ -302,7 +318,8 @@ impl Inner {
         self.store.remove_or_log(self.store.hibernated(record.id, record.generation)).await;
         self.unlist(record.id);
         clock.lap("stop");
-        super::log_done("delete", &record.id.to_string(), &clock.timings());
+        self.done("delete", &record.id.to_string(), &clock.timings());
+        self.tell(record.id, EventKind::Deleted, |_| {});
         Ok(())
     }
 

@@ -3,4 +3,5 @@
 mod answers;
 mod live;
 mod log;
+mod observe;
 mod twin;

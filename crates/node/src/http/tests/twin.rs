@@ -2,9 +2,12 @@
 
 use crate::{
     Error, Result,
+    dial::Dialed,
+    events::event,
     exec::{Control, ControlInner, ExecEvent, Session},
     files::Reading,
     http::api::Api,
+    metrics::{Gauges, Metrics},
     once::Once,
 };
 use async_trait::async_trait;
@@ -13,19 +16,22 @@ use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
+        FsEntry, Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
 };
-use tokio::sync::mpsc;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    sync::mpsc,
+};
 
 /// Text whose bytes are line ends in other encodings.
 pub(super) const TRAPS: &str = "х…Å\u{2028}é";
@@ -34,12 +40,13 @@ pub(super) const TRAPS: &str = "х…Å\u{2028}é";
 pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
-    pub calls: Mutex<Vec<String>>,
+    pub calls: Arc<Mutex<Vec<String>>>,
     /// The names that requests came with.
     pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    pub counters: Metrics,
     /// Sessions that live.
-    pub sessions: std::sync::Arc<AtomicUsize>,
+    pub sessions: Arc<AtomicUsize>,
 }
 
 pub(super) fn the_sandbox() -> SandboxId {
@@ -69,6 +76,7 @@ pub(super) fn sandbox(id: SandboxId) -> Sandbox {
         generation: 1,
         engine: EngineKind::Qemu,
         memory: None,
+        cpu_ms: None,
         timings: None,
         error: None,
     }
@@ -91,7 +99,7 @@ impl Twin {
 }
 
 /// Counts a session while it lives.
-struct Living(std::sync::Arc<AtomicUsize>);
+struct Living(Arc<AtomicUsize>);
 
 impl Drop for Living {
     fn drop(&mut self) {
@@ -153,6 +161,34 @@ impl Api for Twin {
 
     fn authorize(&self, key: Option<&str>) -> Result<()> {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
+    }
+
+    fn counters(&self) -> Metrics {
+        self.counters.clone()
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        Ok(self.counters.text(&Gauges::default()))
+    }
+
+    async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
+        let all = (1..=5).map(|seq| Event { seq, ..event(the_sandbox(), EventKind::Paused) });
+        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
+        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
+    }
+
+    async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Event>> {
+        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
     }
 
     async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
@@ -248,7 +284,7 @@ impl Api for Twin {
         self.sessions.fetch_add(1, Ordering::SeqCst);
         let living = Living(self.sessions.clone());
         let (input, echoed) = mpsc::unbounded_channel();
-        let control = Control { inner: std::sync::Arc::new(Echo(input.clone())) };
+        let control = Control { inner: Arc::new(Echo(input.clone())) };
         let events = match script(&cmd) {
             Some(events) => stream::iter(events).boxed(),
             // It keeps its own input open, so it ends only by an exit.
@@ -263,6 +299,33 @@ impl Api for Twin {
             Ok(event)
         });
         Ok(Session { events: events.boxed(), control })
+    }
+
+    async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {
+        self.known(id)?;
+        let (near, far) = tokio::io::duplex(1024);
+        match port {
+            // It gives back what it gets, and ends when that ends.
+            7 => drop(tokio::spawn(async move {
+                let (mut from, mut to) = tokio::io::split(far);
+                let _ = tokio::io::copy(&mut from, &mut to).await;
+                let _ = to.shutdown().await;
+            })),
+            // It says something, ends its own side at once, and notes what comes then.
+            13 => {
+                let noted = Arc::clone(&self.calls);
+                tokio::spawn(async move {
+                    let (mut from, mut to) = tokio::io::split(far);
+                    let _ = to.write_all(b"now").await;
+                    let _ = to.shutdown().await;
+                    let mut all = Vec::new();
+                    let ended = from.read_to_end(&mut all).await.is_ok();
+                    noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
+                });
+            }
+            _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
+        }
+        Ok(Box::new(near))
     }
 
     async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
