@@ -105,6 +105,39 @@ class Verbs(WireTest):
         self.script(answer(200, "gone to sleep\nü".encode()))
         self.assertEqual(self.sandbox.logs(), "gone to sleep\nü")
 
+    def test_events(self) -> None:
+        event = {"seq": 12, "at": "t", "sandbox_id": ID, "kind": "forked", "children": ["a", "b"], "later": 1}
+        self.script(answer(200, {"items": [event]}), answer(200, {"items": []}))
+        [got] = self.sandbox.events(since=7, limit=5)
+        self.assertEqual(self.sent(), ("GET", f"/v1/sandboxes/{ID}/events?since=7&limit=5", None))
+        self.assertEqual((got.seq, got.kind, got.children, got.ms), (12, "forked", ("a", "b"), None))
+        self.assertEqual(self.client.events(), [])
+        self.assertEqual(self.sent()[1], "/v1/events")
+
+    def test_followed_events_go_on_where_the_connection_broke(self) -> None:
+        def happened(seq: int, **more: object) -> bytes:
+            return frame("x", {"seq": seq, "at": "t", "sandbox_id": ID, "kind": "paused", **more})
+
+        self.script(
+            chunked(happened(3), happened(5, ms=1.5), finish=False),
+            chunked(b": nothing happens\n\n", finish=False),
+            chunked(happened(8)),
+        )
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            with self.sandbox.events_stream() as events:
+                self.assertEqual(
+                    [(event.seq, event.ms) for event in events], [(3, None), (5, 1.5), (8, None)]
+                )
+        self.assertEqual(
+            [request.path.partition("?")[2] for request in self.requests],
+            ["follow=true", "since=5&follow=true", "since=5&follow=true"],
+        )
+        self.script(*[chunked(finish=False)] * 3)
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            with self.assertRaises(keiki.ConnectionError):
+                list(self.client.events_stream(since=1))
+        self.assertEqual(len(self.requests), 6, "not for ever")
+
     def test_context_manager(self) -> None:
         self.script(answer(204))
         with self.sandbox:

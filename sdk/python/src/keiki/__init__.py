@@ -35,7 +35,16 @@ from .errors import (
     TimeoutError_,
 )
 from .filesystem import Filesystem
-from .models import ExecEvent, ExecResult, FileEntry, Lifecycle, MemoryUse, Step, Timings
+from .models import (
+    ExecEvent,
+    ExecResult,
+    FileEntry,
+    Lifecycle,
+    MemoryUse,
+    SandboxEvent,
+    Step,
+    Timings,
+)
 from .sandbox import Sandbox
 from .snapshot import Snapshot
 from .stream import Stream
@@ -64,6 +73,7 @@ __all__ = [
     "MemoryUse",
     "NotFoundError",
     "Sandbox",
+    "SandboxEvent",
     "SandboxTimeout",
     "ServerError",
     "Snapshot",

@@ -9,10 +9,12 @@ import threading
 import time
 import uuid
 from types import TracebackType
-from typing import Any, Generator, Dict, Mapping, Tuple, Type
+from typing import Any, Generator, Dict, List, Mapping, Tuple, Type
 
 from . import _sse, _wire, errors
 from ._http import Body, Response, Transport, sleep
+from .models import SandboxEvent, items
+from .stream import Stream
 
 
 class Client:
@@ -62,6 +64,42 @@ class Client:
         answer = self.call("GET", "/version")
         return dict(answer) if isinstance(answer, Mapping) else {}
 
+    def events(
+        self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None
+    ) -> List[SandboxEvent]:
+        """What happened on the node, or to one sandbox, oldest first: the last of it, or what followed the
+        event number ``since``; at most ``limit`` (default 200)."""
+        query = _wire.present({"since": _word(since), "limit": _word(limit)})
+        answer = self.call("GET", _events_path(sandbox_id), query=query)
+        return [SandboxEvent.parse(event) for event in items(answer, "items")]
+
+    def events_stream(
+        self, *, sandbox_id: str | None = None, since: int | None = None
+    ) -> Stream[SandboxEvent]:
+        """The same, and then what happens, as it happens. Goes on where it was if the connection breaks. The
+        events of one sandbox end with its deletion."""
+        return Stream(self._follow(_events_path(sandbox_id), since))
+
+    def _follow(self, path: str, since: int | None) -> Generator[SandboxEvent, None, None]:
+        broken = 0
+        while True:
+            query = _wire.present({"since": _word(since), "follow": "true"})
+            headers = {"Accept": "text/event-stream"}
+            try:
+                with self.open("GET", path, query=query, headers=headers) as response:
+                    for event in sse(response):
+                        data = _wire.decode(event.data.encode(), response.status, response.request_id)
+                        if isinstance(data, Mapping):
+                            happened = SandboxEvent.parse(data)
+                            broken, since = 0, happened.seq
+                            yield happened
+                return
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+            sleep(_backoff(broken))
+
     def call(
         self,
         method: str,
@@ -109,7 +147,7 @@ class Client:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-                wait = random.uniform(0.5, 1.0) * min(2.0 ** (broken - 1), 8.0)
+                wait = _backoff(broken)
             sleep(wait)
 
     def open(
@@ -139,12 +177,25 @@ class Client:
         return None if self.timeout is None else max(self.timeout, _wire.MAKING_TIMEOUT)
 
 
-def events(response: Response) -> Generator[_sse.Event, None, None]:
+def sse(response: Response) -> Generator[_sse.Event, None, None]:
     """The server-sent events of an answer."""
     decoder = _sse.Decoder()
     for chunk in response.chunks():
         for event in decoder.feed(chunk):
             yield event
+
+
+def _backoff(failures: int) -> float:
+    """How long to wait after so many broken connections."""
+    return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
+
+
+def _word(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _events_path(sandbox_id: str | None) -> str:
+    return "/events" if sandbox_id is None else f"/sandboxes/{_wire.segment(sandbox_id)}/events"
 
 
 def default_client() -> Client:

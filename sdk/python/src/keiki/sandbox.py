@@ -18,6 +18,7 @@ from .models import (
     ExecResult,
     Lifecycle,
     MemoryUse,
+    SandboxEvent,
     Timings,
     items,
     labels,
@@ -25,7 +26,7 @@ from .models import (
     optional_text,
     text,
 )
-from .client import Client, default_client, events
+from .client import Client, default_client, sse
 from .filesystem import Filesystem
 from .snapshot import Snapshot
 from .stream import Stream
@@ -69,6 +70,8 @@ class Sandbox:
         self.generation: int = number(data, "generation")
         self.engine: str = text(data, "engine")
         self.memory: MemoryUse | None = MemoryUse.parse(data.get("memory"))
+        #: CPU time of its machine, in ms; only where memory is shown too.
+        self.cpu_ms: int | None = None if data.get("cpu_ms") is None else number(data, "cpu_ms")
         self.timings: Timings | None = Timings.parse(data.get("timings"))
         #: Why it failed.
         self.error: str | None = optional_text(data, "error")
@@ -221,7 +224,7 @@ class Sandbox:
             command=True,
         ) as response:
             try:
-                for event in events(response):
+                for event in sse(response):
                     parsed = exec_event(event)
                     if parsed is None:
                         continue
@@ -340,8 +343,18 @@ class Sandbox:
         with self._client.open(
             "GET", self._path + "/logs", query=query, headers=headers
         ) as response:
-            for event in events(response):
+            for event in sse(response):
                 yield log_line(event)
+
+    def events(
+        self, *, since: int | None = None, limit: int | None = None
+    ) -> builtins.list[SandboxEvent]:
+        """What happened to it, oldest first, see :meth:`Client.events`."""
+        return self._client.events(sandbox_id=self.id, since=since, limit=limit)
+
+    def events_stream(self, *, since: int | None = None) -> Stream[SandboxEvent]:
+        """The same, and then what happens to it until it is deleted."""
+        return self._client.events_stream(sandbox_id=self.id, since=since)
 
     def _verb(self, verb: str) -> None:
         answer = self._client.call("POST", f"{self._path}/{verb}", making=True)

@@ -164,6 +164,21 @@ class Life(LiveTest):
         with self.assertRaises(keiki.NotFoundError):
             sandbox.exec("true")
 
+    def test_events_tell_what_happened(self) -> None:
+        with Sandbox.create(template="base", ttl_seconds=600) as sandbox:
+            child = self.keep(sandbox.fork())
+            sandbox.pause()
+            sandbox.resume()
+            kinds = [event.kind for event in sandbox.events()]
+            for kind in ("created", "running", "frozen", "forked", "paused", "resumed"):
+                self.assertIn(kind, kinds)
+            [forked] = [event for event in sandbox.events() if event.kind == "forked"]
+            self.assertEqual(forked.children, (child.id,))
+            with sandbox.events_stream(since=forked.seq) as events:
+                self.assertEqual([next(events).kind, next(events).kind], ["paused", "resumed"])
+                sandbox.kill()
+                self.assertEqual([event.kind for event in events], ["deleted"])
+
     def test_fork_many_at_once(self) -> None:
         parent = self.keep(Sandbox.create(template="base", ttl_seconds=600))
         self.start_holder(parent)

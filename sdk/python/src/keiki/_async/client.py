@@ -8,10 +8,12 @@ import threading
 import time
 import uuid
 from types import TracebackType
-from typing import Any, AsyncGenerator, Dict, Mapping, Tuple, Type
+from typing import Any, AsyncGenerator, Dict, List, Mapping, Tuple, Type
 
 from .. import _sse, _wire, errors
 from .._http_async import Body, Response, Transport, sleep
+from ..models import SandboxEvent, items
+from .stream import AsyncStream
 
 
 class AsyncClient:
@@ -61,6 +63,42 @@ class AsyncClient:
         answer = await self.call("GET", "/version")
         return dict(answer) if isinstance(answer, Mapping) else {}
 
+    async def events(
+        self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None
+    ) -> List[SandboxEvent]:
+        """What happened on the node, or to one sandbox, oldest first: the last of it, or what followed the
+        event number ``since``; at most ``limit`` (default 200)."""
+        query = _wire.present({"since": _word(since), "limit": _word(limit)})
+        answer = await self.call("GET", _events_path(sandbox_id), query=query)
+        return [SandboxEvent.parse(event) for event in items(answer, "items")]
+
+    def events_stream(
+        self, *, sandbox_id: str | None = None, since: int | None = None
+    ) -> AsyncStream[SandboxEvent]:
+        """The same, and then what happens, as it happens. Goes on where it was if the connection breaks. The
+        events of one sandbox end with its deletion."""
+        return AsyncStream(self._follow(_events_path(sandbox_id), since))
+
+    async def _follow(self, path: str, since: int | None) -> AsyncGenerator[SandboxEvent, None]:
+        broken = 0
+        while True:
+            query = _wire.present({"since": _word(since), "follow": "true"})
+            headers = {"Accept": "text/event-stream"}
+            try:
+                async with await self.open("GET", path, query=query, headers=headers) as response:
+                    async for event in sse(response):
+                        data = _wire.decode(event.data.encode(), response.status, response.request_id)
+                        if isinstance(data, Mapping):
+                            happened = SandboxEvent.parse(data)
+                            broken, since = 0, happened.seq
+                            yield happened
+                return
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+            await sleep(_backoff(broken))
+
     async def call(
         self,
         method: str,
@@ -108,7 +146,7 @@ class AsyncClient:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-                wait = random.uniform(0.5, 1.0) * min(2.0 ** (broken - 1), 8.0)
+                wait = _backoff(broken)
             await sleep(wait)
 
     async def open(
@@ -138,12 +176,25 @@ class AsyncClient:
         return None if self.timeout is None else max(self.timeout, _wire.MAKING_TIMEOUT)
 
 
-async def events(response: Response) -> AsyncGenerator[_sse.Event, None]:
+async def sse(response: Response) -> AsyncGenerator[_sse.Event, None]:
     """The server-sent events of an answer."""
     decoder = _sse.Decoder()
     async for chunk in response.chunks():
         for event in decoder.feed(chunk):
             yield event
+
+
+def _backoff(failures: int) -> float:
+    """How long to wait after so many broken connections."""
+    return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
+
+
+def _word(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _events_path(sandbox_id: str | None) -> str:
+    return "/events" if sandbox_id is None else f"/sandboxes/{_wire.segment(sandbox_id)}/events"
 
 
 def default_async_client() -> AsyncClient:

@@ -17,6 +17,7 @@ from ..models import (
     ExecResult,
     Lifecycle,
     MemoryUse,
+    SandboxEvent,
     Timings,
     items,
     labels,
@@ -24,7 +25,7 @@ from ..models import (
     optional_text,
     text,
 )
-from .client import AsyncClient, default_async_client, events
+from .client import AsyncClient, default_async_client, sse
 from .filesystem import AsyncFilesystem
 from .snapshot import AsyncSnapshot
 from .stream import AsyncStream
@@ -68,6 +69,8 @@ class AsyncSandbox:
         self.generation: int = number(data, "generation")
         self.engine: str = text(data, "engine")
         self.memory: MemoryUse | None = MemoryUse.parse(data.get("memory"))
+        #: CPU time of its machine, in ms; only where memory is shown too.
+        self.cpu_ms: int | None = None if data.get("cpu_ms") is None else number(data, "cpu_ms")
         self.timings: Timings | None = Timings.parse(data.get("timings"))
         #: Why it failed.
         self.error: str | None = optional_text(data, "error")
@@ -220,7 +223,7 @@ class AsyncSandbox:
             command=True,
         ) as response:
             try:
-                async for event in events(response):
+                async for event in sse(response):
                     parsed = exec_event(event)
                     if parsed is None:
                         continue
@@ -339,8 +342,18 @@ class AsyncSandbox:
         async with await self._client.open(
             "GET", self._path + "/logs", query=query, headers=headers
         ) as response:
-            async for event in events(response):
+            async for event in sse(response):
                 yield log_line(event)
+
+    async def events(
+        self, *, since: int | None = None, limit: int | None = None
+    ) -> builtins.list[SandboxEvent]:
+        """What happened to it, oldest first, see :meth:`AsyncClient.events`."""
+        return await self._client.events(sandbox_id=self.id, since=since, limit=limit)
+
+    def events_stream(self, *, since: int | None = None) -> AsyncStream[SandboxEvent]:
+        """The same, and then what happens to it until it is deleted."""
+        return self._client.events_stream(sandbox_id=self.id, since=since)
 
     async def _verb(self, verb: str) -> None:
         answer = await self._client.call("POST", f"{self._path}/{verb}", making=True)
