@@ -40,6 +40,9 @@ pub struct Report {
     pub engine: String,
     /// One per metric and set of parameters.
     pub results: Vec<Measured>,
+    /// How long it took to measure; of reports that were put together, all of them.
+    #[serde(default)]
+    pub took_seconds: f64,
     /// What could not be measured, and why.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
@@ -54,6 +57,7 @@ impl Report {
                 None => self.results.push(result),
             }
         }
+        self.took_seconds += later.took_seconds;
         self.machine = later.machine;
         self.engine = later.engine;
         self.left_out = later.left_out;
@@ -127,6 +131,7 @@ mod tests {
             machine: Machine::here(),
             engine: "qemu 10".into(),
             results: results.iter().map(measured).collect(),
+            took_seconds: 1.0,
             left_out: Vec::new(),
         }
     }
@@ -143,6 +148,7 @@ mod tests {
             (Metric::Snapshot, json!({}), 5.0),
         ]));
         let values: Vec<_> = first.results.iter().map(|result| (result.name.as_str(), result.p50)).collect();
+        assert!((first.took_seconds - 2.0).abs() < 1e-9);
         assert_eq!(values, [("kill", 1.0), ("fork_all", 2.0), ("fork_all", 4.0), ("snapshot", 5.0)]);
     }
 
@@ -150,9 +156,12 @@ mod tests {
     fn the_shape_of_the_report_is_read_back_also_without_what_was_added_since() {
         let written = serde_json::to_value(report(&[(Metric::Kill, json!({"a": "b"}), 1.5)])).unwrap();
         let keys: Vec<_> = written.as_object().unwrap().keys().map(String::as_str).collect();
-        assert_eq!(keys, ["engine", "machine", "results"]);
+        assert_eq!(keys, ["engine", "machine", "results", "took_seconds"]);
         let read: Report = serde_json::from_value(written.clone()).unwrap();
         assert_eq!(serde_json::to_value(&read).unwrap(), written);
         assert_eq!(read.results[0].conditions(), "a=b");
+        let mut old = written;
+        old.as_object_mut().unwrap().remove("took_seconds");
+        assert_eq!(serde_json::from_value::<Report>(old).unwrap().results.len(), 1);
     }
 }

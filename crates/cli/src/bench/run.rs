@@ -110,6 +110,7 @@ impl Bench<'_> {
             ForkTax, ForkUserPause, Kill, KillAll, ModelForkAll, ModelPssSum, PrivatePerChild, PssPerChild,
             PssPerIdleChild, RestoreFirstExec, RestoreStep, Snapshot,
         };
+        let begun = Instant::now();
         let engine = self.client.version().await?.engine;
         let mut results = Vec::new();
         let all = &mut results;
@@ -149,7 +150,8 @@ impl Bench<'_> {
         }
         self.part(all, "cold boot", &[ColdBoot], self.cold_boot()).await?;
         let left_out = std::mem::take(&mut *self.left_out.lock().unwrap_or_else(PoisonError::into_inner));
-        Ok(Report { machine: Machine::here(), engine, results, left_out })
+        let took_seconds = begun.elapsed().as_secs_f64();
+        Ok(Report { machine: Machine::here(), engine, results, took_seconds, left_out })
     }
 
     /// Measures one part, if any of its metrics is wanted.

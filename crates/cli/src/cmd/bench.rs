@@ -46,6 +46,9 @@ pub struct Args {
     /// Draw the results into this SVG file
     #[arg(long, value_name = "FILE")]
     pub chart: Option<PathBuf>,
+    /// Print the results as a Markdown table
+    #[arg(long, conflicts_with = "list")]
+    pub markdown: bool,
     /// List what can be measured
     #[arg(long)]
     pub list: bool,
@@ -88,7 +91,8 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
     let comparison = before.map(|before| compare(&before, &report, args.threshold));
     let shown = Shown { report: &report, comparison: comparison.as_deref() };
-    context.out.show(&shown, || text(&report, comparison.as_deref()))?;
+    let page = || if args.markdown { markdown(&report) } else { text(&report, comparison.as_deref()) };
+    context.out.show(&shown, page)?;
     verdict(&report, comparison.as_deref().unwrap_or_default())
 }
 
@@ -158,15 +162,28 @@ fn list() -> Vec<[String; 4]> {
     Metric::value_variants().iter().map(row).collect()
 }
 
-fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
-    let machine = &report.machine;
-    let number = |value: f64| format!("{value:.1}");
-    let rows = report.results.iter().map(|result| {
-        let percentiles = [result.p50, result.p90, result.p99].map(number);
-        let [p50, p90, p99] = percentiles;
+fn number(value: f64) -> String {
+    format!("{value:.1}")
+}
+
+fn rows(report: &Report) -> impl Iterator<Item = [String; 7]> {
+    report.results.iter().map(|result| {
+        let [p50, p90, p99] = [result.p50, result.p90, result.p99].map(number);
         let (name, unit) = (result.name.clone(), result.unit.clone());
         [name, result.conditions(), result.n.to_string(), p50, p90, p99, unit]
-    });
+    })
+}
+
+fn markdown(report: &Report) -> String {
+    let rows = rows(report).map(|row| format!("\n| {} |", row.join(" | ")));
+    format!(
+        "| name | params | n | p50 | p90 | p99 | unit |\n|---|---|---|---|---|---|---|{}",
+        rows.collect::<String>()
+    )
+}
+
+fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
+    let machine = &report.machine;
     let mut said = format!(
         "{}, {} cores, {} MiB RAM, Linux {}; engine {}\n\n{}",
         machine.cpu,
@@ -174,7 +191,7 @@ fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
         machine.ram_mib,
         machine.kernel,
         report.engine,
-        table(["NAME", "PARAMS", "N", "P50", "P90", "P99", "UNIT"], rows)
+        table(["NAME", "PARAMS", "N", "P50", "P90", "P99", "UNIT"], rows(report))
     );
     if let Some(comparison) = comparison {
         let rows = comparison.iter().map(|one| {
