@@ -64,7 +64,7 @@ with_reflinks() {
 
 # One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
-    KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
+    ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
 }
 

@@ -30,6 +30,8 @@ use std::{
 
 /// No test may take longer.
 const TEST_LIMIT: Duration = Duration::from_secs(180);
+/// Nor one of those that take minutes.
+const LONG_LIMIT: Duration = Duration::from_secs(900);
 
 /// What every test gets.
 pub struct World {
@@ -69,13 +71,14 @@ async fn run() -> Result<bool> {
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });
 
+    let limit = if std::env::var_os("KEIKI_E2E_LONG").is_some() { LONG_LIMIT } else { TEST_LIMIT };
     let (mut passed, mut failed) = (0, Vec::new());
     for (name, test) in chosen {
         let begun = Instant::now();
-        let run = AssertUnwindSafe(tokio::time::timeout(TEST_LIMIT, test(Arc::clone(&world)))).catch_unwind();
+        let run = AssertUnwindSafe(tokio::time::timeout(limit, test(Arc::clone(&world)))).catch_unwind();
         let outcome = match run.await {
             Ok(Ok(done)) => done,
-            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", TEST_LIMIT.as_secs())),
+            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", limit.as_secs())),
             Err(_) => Err(anyhow::anyhow!("it panicked")),
         };
         let took = begun.elapsed().as_secs_f64();

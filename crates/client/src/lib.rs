@@ -23,6 +23,7 @@ mod error;
 mod events;
 mod exec;
 mod files;
+mod ports;
 mod pty;
 mod retry;
 mod sandboxes;

@@ -17,6 +17,8 @@ mod locks;
 mod metrics;
 mod node;
 pub mod once;
+mod ports;
+mod preview;
 mod records;
 mod sandbox;
 mod store;
@@ -24,6 +26,7 @@ mod store;
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
 pub use node::{Config, Node};
+use records::rfc3339;
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.

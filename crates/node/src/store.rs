@@ -3,6 +3,7 @@
 //! ```text
 //! <data>/keiki.db            records
 //! <data>/events.db           what happened to sandboxes
+//! <data>/preview.key         seals links to previews
 //! <data>/lock, <run>/lock      held by the node that runs on them
 //! <data>/cache/              kernels and root disks, made from packages
 //! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
@@ -117,6 +118,12 @@ impl Store {
     #[must_use]
     pub fn events(&self) -> PathBuf {
         self.data.join("events.db")
+    }
+
+    /// What seals links to previews.
+    #[must_use]
+    pub fn preview_key(&self) -> PathBuf {
+        self.data.join("preview.key")
     }
 
     /// Kernels and root disks made from packages.

@@ -416,6 +416,54 @@ pub struct Lifecycle {
     pub idle_seconds: u64,
 }
 
+/// A TCP port that something in a sandbox listens on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Port {
+    /// Its number.
+    pub port: u16,
+    /// Where it listens, inside: `0.0.0.0`, `127.0.0.1`, `::`.
+    pub address: String,
+    /// Whose it is, where that was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Name of that process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<String>,
+}
+
+/// `GET /v1/sandboxes/{id}/ports`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct PortList {
+    /// By number.
+    pub items: Vec<Port>,
+}
+
+/// `POST /v1/sandboxes/{id}/previews`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct CreatePreview {
+    /// Port inside, 1 to 65535.
+    pub port: u16,
+    /// How long the link may be used: 1 to 604800 (a week); default 3600.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<i64>,
+}
+
+/// A link to a port of a sandbox, for a browser.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Preview {
+    /// The link. Whoever has it may use this port of this sandbox, and nothing else.
+    pub url: String,
+    /// The port.
+    pub port: u16,
+    /// Until when; none where the node asks for no keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<String>,
+}
+
 /// What happened to a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -8,7 +8,10 @@ mod exec;
 mod files;
 mod lifecycle;
 mod lineage;
+mod load;
 mod network;
+mod observe;
+mod previews;
 mod races;
 mod state;
 
@@ -65,11 +68,21 @@ pub fn all() -> Vec<(&'static str, Test)> {
         races::one_directory_has_one_node,
         races::building_is_single_flight,
         races::a_stopping_node_lets_things_end,
+        observe::events_tell_a_life,
+        observe::a_sandbox_is_listed_while_it_is_made,
+        observe::events_survive_the_node,
+        observe::metrics_count_what_happens,
+        previews::a_server_inside_is_reached_by_path,
+        previews::events_and_websockets_go_through,
+        previews::a_request_wakes_and_copies_serve_for_themselves,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
+        load::a_slow_command_delays_no_other_sandbox,
+        load::thirty_two_clients_and_nothing_is_left,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         disk::a_full_disk_refuses_and_loses_nothing,
+        disk::room_is_promised_once,
     ]
 }
 

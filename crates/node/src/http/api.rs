@@ -1,6 +1,8 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, dial::Dialed, exec::Session, files::Reading, metrics::Metrics, once::Once};
+use crate::{
+    Node, Result, dial::Dialed, exec::Session, files::Reading, metrics::Metrics, once::Once, preview::Previews,
+};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -8,7 +10,7 @@ use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
         Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
-        Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
     },
 };
 
@@ -22,6 +24,8 @@ macro_rules! verbs {
             fn authorize(&self, key: Option<&str>) -> Result<()>;
             /// Where requests are counted.
             fn counters(&self) -> Metrics;
+            /// Who may look at what of a sandbox.
+            fn previews(&self) -> Previews;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -37,6 +41,10 @@ macro_rules! verbs {
 
             fn counters(&self) -> Metrics {
                 self.inner.metrics.clone()
+            }
+
+            fn previews(&self) -> Previews {
+                self.inner.previews.clone()
             }
 
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
@@ -59,6 +67,7 @@ verbs! {
     fn wake(id: SandboxId) -> Sandbox;
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn ports(id: SandboxId) -> Vec<Port>;
     fn metrics() -> String;
     fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
     fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;

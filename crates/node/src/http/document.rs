@@ -1,6 +1,6 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{events, exec, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates};
+use super::{events, exec, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -39,6 +39,9 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         fork::fork_tree,
         fork::promote,
         logs::console,
+        ports::list,
+        ports::create,
+        proxy::by_path,
         events::of_sandbox,
         events::of_all,
         exec::buffered,

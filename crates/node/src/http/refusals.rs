@@ -5,12 +5,9 @@
 //! ([`Answering`] is held by each request from its head to the end of its answer's body), everything before it was
 //! flushed, and it is a whole head with an empty body. An upgraded connection is left alone for ever.
 
-use axum::{
-    body::{Body, Bytes, HttpBody},
-    http::StatusCode,
-    response::Response,
-};
-use http_body::{Frame, SizeHint};
+use super::body::holding;
+use axum::{http::StatusCode, response::Response};
+use bytes::Bytes;
 use keiki_types::api::ErrorBody;
 use std::{
     io::{self, IoSlice},
@@ -49,39 +46,13 @@ impl Answering {
             std::mem::forget(self);
             return response;
         }
-        response.map(|body| Body::new(Held { body, _answering: self }))
+        response.map(|body| holding(body, self))
     }
 }
 
 impl Drop for Answering {
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// A body, and that it is being sent.
-struct Held {
-    body: Body,
-    _answering: Answering,
-}
-
-impl HttpBody for Held {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }
 

@@ -7,6 +7,7 @@
 
 use super::{
     App,
+    proxy::Peer,
     refusals::{Answered, Spoken, by_hand},
     routes,
 };
@@ -77,7 +78,7 @@ pub(super) async fn serve_app(
             Some(_) = connections.join_next() => continue,
             _ = &mut shutdown => break,
         };
-        let Some(stream) = accepted else { continue };
+        let Some((stream, peer)) = accepted else { continue };
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             metrics.connection_refused();
             if let Ok(turn) = Arc::clone(&farewells).try_acquire_owned() {
@@ -90,7 +91,9 @@ pub(super) async fn serve_app(
         let routes = routes.clone();
         let service = service_fn(move |request: Request<Incoming>| {
             let answering = answered.begin();
-            let answer = routes.clone().call(request.map(Body::new));
+            let mut request = request.map(Body::new);
+            request.extensions_mut().insert(peer);
+            let answer = routes.clone().call(request);
             async move { answer.await.map(|response| answering.until_sent(response)) }
         });
         let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
@@ -137,13 +140,13 @@ impl Drop for Counted {
     }
 }
 
-async fn accept(listener: &TcpListener) -> Option<TcpStream> {
+async fn accept(listener: &TcpListener) -> Option<(TcpStream, Peer)> {
     match listener.accept().await {
-        Ok((stream, _)) => {
+        Ok((stream, peer)) => {
             if let Err(error) = tune(&stream) {
                 tracing::debug!("a connection could not be tuned: {error}");
             }
-            Some(stream)
+            Some((stream, Peer(peer.ip())))
         }
         Err(error) => {
             // Out of descriptors, mostly: it passes, and trying again at once would only burn time.

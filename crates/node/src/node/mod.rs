@@ -30,6 +30,7 @@ use crate::{
     locks::Locks,
     metrics::Metrics,
     once::Once,
+    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
     store::Store,
@@ -81,6 +82,8 @@ pub struct Config {
     pub seats_ahead: usize,
     /// Networks that guests may reach although they are private or local, as CIDRs.
     pub egress_allow: Vec<String>,
+    /// Domain of previews: port 8000 of a sandbox is at `8000-ID.SUFFIX`. Its names must lead to this node.
+    pub preview_suffix: String,
     /// Name servers of the forwarder. Empty: the host's.
     pub dns: Vec<std::net::SocketAddr>,
     /// End every sandbox and unmount the store when the node stops.
@@ -108,6 +111,7 @@ pub(crate) struct Inner {
     pub(crate) metrics: Metrics,
     measured: observe::Measured,
     events: Events,
+    pub(crate) previews: Previews,
     /// Machines being started or released at once: more than a few per CPU would only make all of them late.
     starting: tokio::sync::Semaphore,
     templates: template::Templates,

@@ -9,6 +9,7 @@ use crate::{
     guest::GuestLink,
     locks::Locks,
     metrics::Metrics,
+    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
@@ -56,6 +57,8 @@ impl Node {
     async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
         let events = Events::open(&store.events())?;
+        let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
+        let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
         let engine = choose_engine(&config, &store)?;
         let capabilities = engine.probe().await;
         if !capabilities.usable {
@@ -71,7 +74,7 @@ impl Node {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
-            trusts_all: config.api_keys.is_empty() && is_loopback(&config.listen).await,
+            trusts_all,
             config,
             records,
             store,
@@ -82,6 +85,7 @@ impl Node {
             metrics: Metrics::default(),
             measured: Measured::default(),
             events,
+            previews,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),

@@ -21,15 +21,15 @@ use tokio_tungstenite::{client_async, tungstenite::Message};
 /// More than any step here takes, less than a test runner waits.
 const LONG: Duration = Duration::from_secs(20);
 
-struct Server {
-    twin: Arc<Twin>,
-    address: std::net::SocketAddr,
+pub(super) struct Server {
+    pub twin: Arc<Twin>,
+    pub address: std::net::SocketAddr,
     stop: oneshot::Sender<()>,
     served: tokio::task::JoinHandle<std::io::Result<()>>,
 }
 
 impl Server {
-    async fn start() -> Self {
+    pub(super) async fn start() -> Self {
         Self::start_with(Limits::default()).await
     }
 
@@ -42,12 +42,12 @@ impl Server {
         Self { twin, address, stop, served }
     }
 
-    async fn connect(&self) -> TcpStream {
+    pub(super) async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
 
     /// Sends a request as text and gives the open connection.
-    async fn send(&self, head: &str, body: &str) -> TcpStream {
+    pub(super) async fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = self.connect().await;
         let head = head.replace("{id}", &the_sandbox().to_string());
         let request = format!(
@@ -69,7 +69,7 @@ impl Server {
     }
 }
 
-async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+pub(super) async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut read = Vec::new();
     let reading = async {
         while !String::from_utf8_lossy(&read).contains(end) {

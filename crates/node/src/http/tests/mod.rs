@@ -4,4 +4,5 @@ mod answers;
 mod live;
 mod log;
 mod observe;
+mod proxy;
 mod twin;

@@ -9,6 +9,7 @@ use crate::{
     http::api::Api,
     metrics::{Gauges, Metrics},
     once::Once,
+    preview::Previews,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -17,13 +18,14 @@ use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
         Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
-        FsEntry, Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+        FsEntry, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings,
+        Version,
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -45,6 +47,7 @@ pub(super) struct Twin {
     pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
     pub counters: Metrics,
+    pub previews: OnceLock<Previews>,
     /// Sessions that live.
     pub sessions: Arc<AtomicUsize>,
 }
@@ -163,8 +166,21 @@ impl Api for Twin {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
+    fn previews(&self) -> Previews {
+        let make = || {
+            let dir = tempfile::tempdir().unwrap();
+            Previews::open(&dir.path().join("key"), "preview.test", self.key.is_none()).unwrap()
+        };
+        self.previews.get_or_init(make).clone()
+    }
+
     fn counters(&self) -> Metrics {
         self.counters.clone()
+    }
+
+    async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
+        self.known(id)?;
+        Ok(vec![Port { port: 7, address: "127.0.0.1".into(), pid: Some(9), process: Some("echo".into()) }])
     }
 
     async fn metrics(&self) -> Result<String> {
@@ -323,6 +339,7 @@ impl Api for Twin {
                     noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
                 });
             }
+            80 => super::proxy::serve(far),
             _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
         }
         Ok(Box::new(near))
