@@ -22,6 +22,7 @@ mod preview;
 mod records;
 mod sandbox;
 mod store;
+mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;

@@ -1,5 +1,7 @@
 //! Bodies of `/v1`. Field names are the wire's. Times are RFC 3339 in UTC; durations and sizes say their unit.
 
+pub mod execs;
+
 use crate::{EngineKind, SandboxId, Shape, SnapshotId, Status};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -11,8 +11,10 @@ mod lineage;
 mod load;
 mod network;
 mod observe;
+mod ports;
 mod previews;
 mod races;
+mod sessions;
 mod state;
 
 use crate::Test;
@@ -43,6 +45,16 @@ pub fn all() -> Vec<(&'static str, Test)> {
         files::odd_names_and_modes_survive,
         files::big_files_round_trip,
         files::errors_say_what_is_wrong,
+        sessions::a_background_command_is_found_again,
+        sessions::input_and_signals_reach_it,
+        sessions::it_goes_on_in_a_fork_and_after_a_hibernation,
+        sessions::a_terminal_is_left_and_come_back_to,
+        sessions::a_paste_of_a_mebibyte_is_intact,
+        sessions::twenty_terminals_and_commands_beside_each_other,
+        sessions::a_deletion_ends_every_stream,
+        ports::half_closed_connections_go_on,
+        ports::resets_are_no_ends,
+        ports::many_connections_and_stuck_ones,
         state::memory_tmpfs_and_disk_are_carried_by_fork_and_restore,
         state::unsynced_writes_are_of_the_same_instant,
         state::divergence_never_leaks,
@@ -79,6 +91,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         network::egress_defaults,
         load::a_slow_command_delays_no_other_sandbox,
         load::thirty_two_clients_and_nothing_is_left,
+        sessions::it_goes_on_without_the_node,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         disk::a_full_disk_refuses_and_loses_nothing,

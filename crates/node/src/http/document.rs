@@ -1,6 +1,8 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{events, exec, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates};
+use super::{
+    events, exec, execs, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates,
+};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -46,7 +48,15 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         events::of_all,
         exec::buffered,
         exec::stream,
+        execs::start,
+        execs::list,
+        execs::get,
+        execs::delete,
+        execs::attach,
+        execs::signal,
+        execs::stdin,
         pty::open,
+        pty::attach,
         tcp::tcp,
         files::read,
         files::write,
