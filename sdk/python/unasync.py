@@ -21,7 +21,7 @@ RULES = [
     (r"AsyncGenerator\[([^\[\]]+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\b", "Generator"),
     (r"\bStopAsyncIteration\b", "StopIteration"),
-    (r"\bAsync(?=(Client|Sandbox|Snapshot|Filesystem|Stream)\b)", ""),
+    (r"\bAsync(?=(Client|Command|Sandbox|Snapshot|Filesystem|Stream)\b)", ""),
     (r"\bdefault_async_client\b", "default_client"),
     (r"\b_http_async\b", "_http"),
     (r"\basync (?=(def|with|for)\b)", ""),

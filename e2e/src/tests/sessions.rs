@@ -338,7 +338,7 @@ pub async fn twenty_terminals_and_commands_beside_each_other(world: Arc<World>) 
     let (client, id) = (&sandbox.client, sandbox.id);
     let size = Some(PtySize { cols: 80, rows: 24 });
     let talk = |n: usize| async move {
-        if n % 2 == 0 {
+        if n.is_multiple_of(2) {
             let exec = client
                 .start_exec(id, &StartExec { pty: size, ..start(&format!("stty size; echo {n}")) })
                 .await?;

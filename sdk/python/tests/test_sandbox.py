@@ -284,6 +284,73 @@ class Exec(WireTest):
 
 
 @both
+class Commands(WireTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.sandbox = self.api.Sandbox(SANDBOX, self.client)
+
+    def test_start_find_and_end(self) -> None:
+        running = {"id": "c1", "status": "running", "argv": ["cat"], "pid": 4, "stdout_bytes": 0}
+        ended = dict(running, status="exited", exit_code=3, duration_ms=7)
+        self.script(
+            answer(201, running),
+            answer(200, {"bytes": 2}),
+            answer(200, {"bytes": 0}),
+            answer(204),
+            answer(200, {"items": [running, ended]}),
+            answer(200, ended),
+            answer(204),
+        )
+        command = self.sandbox.start(["cat"], stdin_open=True)
+        self.assertEqual((command.id, command.status, command.exit_code), ("c1", "running", None))
+        self.assertEqual(command.write("hi"), 2)
+        command.close_stdin()
+        command.signal("TERM")
+        self.assertEqual([other.exit_code for other in self.sandbox.commands()], [None, 3])
+        found = self.sandbox.command("c1")
+        self.assertEqual((found.exit_code, found.duration_ms, found.argv), (3, 7, ("cat",)))
+        found.kill()
+        sent = [(r.method, r.path.removeprefix(f"/v1/sandboxes/{ID}/execs"), r.body) for r in self.requests]
+        self.assertEqual(
+            sent,
+            [
+                ("POST", "", b'{"argv": ["cat"], "stdin_open": true}'),
+                ("POST", "/c1/stdin", b"hi"),
+                ("POST", "/c1/stdin?eof=true", b""),
+                ("POST", "/c1/signal", b'{"signal": "TERM"}'),
+                ("GET", "", b""),
+                ("GET", "/c1", b""),
+                ("DELETE", "/c1", b""),
+            ],
+        )
+
+    def test_a_reader_goes_on_where_the_connection_broke(self) -> None:
+        command = self.api.Command({"id": "c1"}, self.client, ID)
+        first = b'id: 4-0\nevent: stdout\ndata: {"chunk":"abcd","offset":0}\n\n'
+        more = b'id: 6-0\nevent: stdout\ndata: {"chunk":"ef","offset":4}\n\n'
+        self.script(chunked(first, finish=False), chunked(more, frame("exit", {"exit_code": 5})))
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            events = list(command.stream(stdout_offset=0))
+        self.assertEqual(
+            [(e.kind, e.text, e.offset) for e in events[:2]], [("stdout", "abcd", 0), ("stdout", "ef", 4)]
+        )
+        self.assertEqual(events[2].exit_code, 5)
+        self.assertEqual([r.headers.get("Last-Event-ID") for r in self.requests], [None, "4-0"])
+        self.assertEqual(
+            {r.path for r in self.requests}, {f"/v1/sandboxes/{ID}/execs/c1/stream?stdout_offset=0"}
+        )
+
+    def test_waiting_has_a_limit(self) -> None:
+        command = self.api.Command({"id": "c1"}, self.client, ID)
+        running, ended = {"id": "c1", "status": "running"}, {"id": "c1", "status": "exited", "exit_code": 0}
+        self.script(answer(200, running), answer(200, running), answer(200, ended))
+        self.assertEqual(command.wait(), 0)
+        self.script(answer(200, running))
+        with self.assertRaises(keiki.TimeoutError_):
+            command.wait(timeout_seconds=0)
+
+
+@both
 class Files(WireTest):
     def setUp(self) -> None:
         super().setUp()

@@ -32,6 +32,10 @@ class Sse(unittest.TestCase):
         self.assertEqual((events([stream])), expected)
         self.assertEqual((events([stream[at : at + 1] for at in range(len(stream))])), expected)
 
+    def test_the_last_id_holds(self) -> None:
+        got = events([b"id: 4-0\ndata: 1\n\ndata: 2\n\nid\ndata: 3\n\n"])
+        self.assertEqual([(event.data, event.id) for event in got], [("1", "4-0"), ("2", "4-0"), ("3", "")])
+
     def test_one_lf_belongs_to_a_cr_and_no_more(self) -> None:
         self.assertEqual(events([b"data: a\r", b"\n", b"\n"]), [Event("message", "a")])
 

@@ -11,7 +11,7 @@ from typing import Any, Type
 
 import keiki
 
-NAMES = ("Client", "Filesystem", "Sandbox", "Snapshot", "Stream")
+NAMES = ("Client", "Command", "Filesystem", "Sandbox", "Snapshot", "Stream")
 ASYNC = tuple(getattr(keiki, "Async" + name) for name in NAMES)
 
 _loop = asyncio.new_event_loop()

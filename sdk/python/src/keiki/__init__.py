@@ -13,12 +13,14 @@
 """
 
 from ._async.client import AsyncClient, default_async_client
+from ._async.command import AsyncCommand
 from ._async.filesystem import AsyncFilesystem
 from ._async.sandbox import AsyncSandbox
 from ._async.snapshot import AsyncSnapshot
 from ._async.stream import AsyncStream
 from ._version import __version__
 from .client import Client, default_client
+from .command import Command
 from .errors import (
     AuthError,
     BadRequestError,
@@ -51,6 +53,7 @@ from .stream import Stream
 
 __all__ = [
     "AsyncClient",
+    "AsyncCommand",
     "AsyncFilesystem",
     "AsyncSandbox",
     "AsyncSnapshot",
@@ -59,6 +62,7 @@ __all__ = [
     "BadRequestError",
     "CapacityError",
     "Client",
+    "Command",
     "CommandFailed",
     "ConflictError",
     "ConnectionError",

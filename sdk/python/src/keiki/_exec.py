@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 from . import _sse, errors
 from ._wire import present
-from .models import ExecEvent, ExecResult, number, text, unbase64
+from .models import ExecEvent, ExecResult, number, optional_number, text, unbase64
 
 #: What a streamed exec keeps of each stream for its result; callbacks get everything.
 KEEP_BYTES = 16 * 1024 * 1024
@@ -55,12 +55,11 @@ def exec_event(event: _sse.Event) -> ExecEvent | None:
     if event.name in ("stdout", "stderr"):
         chunk = text(data, "chunk")
         exact = unbase64(data.get("base64"))
-        return ExecEvent(event.name, text=chunk, data=chunk.encode() if exact is None else exact)
+        piece = chunk.encode() if exact is None else exact
+        return ExecEvent(event.name, text=chunk, data=piece, offset=optional_number(data, "offset"))
     if event.name == "exit":
-        took = data.get("duration_ms")
-        return ExecEvent(
-            "exit", exit_code=number(data, "exit_code"), duration_ms=None if took is None else int(took)
-        )
+        took = optional_number(data, "duration_ms")
+        return ExecEvent("exit", exit_code=number(data, "exit_code"), duration_ms=took)
     if event.name == "error":
         message = text(data, "error") or "the command failed without a reason"
         kind = errors.SandboxTimeout if "timeout" in message.lower() else errors.ServerError

@@ -12,6 +12,8 @@ class Event:
 
     name: str
     data: str
+    #: What a client that lost the stream sends back; the last one that came holds.
+    id: str = ""
 
 
 class Decoder:
@@ -22,7 +24,7 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self._name = ""
+        self._name = self._id = ""
         self._data: List[str] = []
         self._pending: List[bytes] = []
         self._skip_lf = False
@@ -32,7 +34,7 @@ class Decoder:
         for line in self._lines(chunk):
             if not line:
                 if self._data:
-                    yield Event(self._name or "message", "\n".join(self._data))
+                    yield Event(self._name or "message", "\n".join(self._data), self._id)
                 self._name, self._data = "", []
                 continue
             field, _, value = line.decode("utf-8", "replace").partition(":")
@@ -40,6 +42,8 @@ class Decoder:
                 value = value[1:]
             if field == "event":
                 self._name = value
+            elif field == "id":
+                self._id = value
             elif field == "data":
                 self._data.append(value)
 

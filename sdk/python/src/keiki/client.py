@@ -98,7 +98,7 @@ class Client:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-            sleep(_backoff(broken))
+            sleep(backoff(broken))
 
     def call(
         self,
@@ -119,6 +119,21 @@ class Client:
         every = {**type_headers, **(headers or {})}
         with self.open(
             method, path, query=query, headers=every, body=body, timeout=timeout
+        ) as response:
+            return _wire.decode(response.read(), response.status, response.request_id)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One request with this body; returns the decoded answer, None for an empty one."""
+        with self.open(
+            method, path, query=query, headers=headers, body=body, timeout=self.timeout
         ) as response:
             return _wire.decode(response.read(), response.status, response.request_id)
 
@@ -147,7 +162,7 @@ class Client:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-                wait = _backoff(broken)
+                wait = backoff(broken)
             sleep(wait)
 
     def open(
@@ -185,7 +200,7 @@ def sse(response: Response) -> Generator[_sse.Event, None, None]:
             yield event
 
 
-def _backoff(failures: int) -> float:
+def backoff(failures: int) -> float:
     """How long to wait after so many broken connections."""
     return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 from typing import Any, Generator, BinaryIO, Mapping, Union
 
-from ._wire import decode, present, segment
+from ._wire import present, segment
 from .errors import NotFoundError
 from .models import FileEntry, items
 from .client import Client
@@ -52,11 +52,7 @@ class Filesystem:
         query = present({"path": path, "mode": None if mode is None else _octal(mode)})
         body = data.encode() if isinstance(data, str) else data
         headers = {"Content-Type": "application/octet-stream"}
-        client = self._client
-        with client.open(
-            "PUT", self._base, query=query, headers=headers, body=body, timeout=client.timeout
-        ) as response:
-            answer = decode(response.read(), response.status, response.request_id)
+        answer = self._client.send("PUT", self._base, body, query=query, headers=headers)
         return int(answer.get("bytes") or 0) if isinstance(answer, Mapping) else 0
 
     def list(self, path: str = "/") -> builtins.list[FileEntry]:

@@ -24,6 +24,12 @@ def number(data: Mapping[str, Any], name: str) -> int:
     return int(data.get(name) or 0)
 
 
+def optional_number(data: Mapping[str, Any], name: str) -> int | None:
+    """A field as an integer; None where it is missing or null."""
+    value = data.get(name)
+    return None if value is None else int(value)
+
+
 def labels(data: Mapping[str, Any]) -> Dict[str, str]:
     """The field ``metadata``."""
     return {str(key): str(value) for key, value in (data.get("metadata") or {}).items()}
@@ -199,6 +205,8 @@ class ExecEvent:
     #: Only of ``exit``.
     exit_code: int = 0
     duration_ms: int | None = None
+    #: Where in its stream the piece begins; only of :meth:`Command.stream`.
+    offset: int | None = None
 
 
 @dataclass(frozen=True)

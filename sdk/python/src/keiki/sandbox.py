@@ -27,6 +27,7 @@ from .models import (
     text,
 )
 from .client import Client, default_client, sse
+from .command import Command
 from .filesystem import Filesystem
 from .snapshot import Snapshot
 from .stream import Stream
@@ -171,6 +172,35 @@ class Sandbox:
         the command."""
         request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         return Stream(self._events(request, timeout_seconds))
+
+    def start(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: None | str | bytes = None,
+        stdin_open: bool = False,
+    ) -> Command:
+        """Starts a command that goes on without its caller. ``stdin_open``: more input comes by
+        :meth:`Command.write`. A background command is no activity: the TTL goes on."""
+        request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
+        request.update(present({"stdin_open": stdin_open or None}))
+        return Command(
+            self._client.call("POST", self._path + "/execs", json=request), self._client, self.id
+        )
+
+    def commands(self) -> builtins.list[Command]:
+        """The commands that the guest knows, running and ended, oldest first."""
+        answer = self._client.call("GET", self._path + "/execs")
+        return [Command(data, self._client, self.id) for data in items(answer, "items")]
+
+    def command(self, id: str) -> Command:
+        """The command with this id: its own copy, if this sandbox was forked while it was known."""
+        data = self._client.call("GET", f"{self._path}/execs/{segment(id)}")
+        return Command(data, self._client, self.id)
 
     def _exec_buffered(self, request: Mapping[str, Any], limit: float | None) -> ExecResult:
         body, headers = json_body(request)

@@ -97,7 +97,7 @@ class AsyncClient:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-            await sleep(_backoff(broken))
+            await sleep(backoff(broken))
 
     async def call(
         self,
@@ -118,6 +118,21 @@ class AsyncClient:
         every = {**type_headers, **(headers or {})}
         async with await self.open(
             method, path, query=query, headers=every, body=body, timeout=timeout
+        ) as response:
+            return _wire.decode(await response.read(), response.status, response.request_id)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One request with this body; returns the decoded answer, None for an empty one."""
+        async with await self.open(
+            method, path, query=query, headers=headers, body=body, timeout=self.timeout
         ) as response:
             return _wire.decode(await response.read(), response.status, response.request_id)
 
@@ -146,7 +161,7 @@ class AsyncClient:
                 if broken >= self.connection_retries:
                     raise
                 broken += 1
-                wait = _backoff(broken)
+                wait = backoff(broken)
             await sleep(wait)
 
     async def open(
@@ -184,7 +199,7 @@ async def sse(response: Response) -> AsyncGenerator[_sse.Event, None]:
             yield event
 
 
-def _backoff(failures: int) -> float:
+def backoff(failures: int) -> float:
     """How long to wait after so many broken connections."""
     return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
 

@@ -26,6 +26,7 @@ from ..models import (
     text,
 )
 from .client import AsyncClient, default_async_client, sse
+from .command import AsyncCommand
 from .filesystem import AsyncFilesystem
 from .snapshot import AsyncSnapshot
 from .stream import AsyncStream
@@ -170,6 +171,35 @@ class AsyncSandbox:
         the command."""
         request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         return AsyncStream(self._events(request, timeout_seconds))
+
+    async def start(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: None | str | bytes = None,
+        stdin_open: bool = False,
+    ) -> AsyncCommand:
+        """Starts a command that goes on without its caller. ``stdin_open``: more input comes by
+        :meth:`AsyncCommand.write`. A background command is no activity: the TTL goes on."""
+        request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
+        request.update(present({"stdin_open": stdin_open or None}))
+        return AsyncCommand(
+            await self._client.call("POST", self._path + "/execs", json=request), self._client, self.id
+        )
+
+    async def commands(self) -> builtins.list[AsyncCommand]:
+        """The commands that the guest knows, running and ended, oldest first."""
+        answer = await self._client.call("GET", self._path + "/execs")
+        return [AsyncCommand(data, self._client, self.id) for data in items(answer, "items")]
+
+    async def command(self, id: str) -> AsyncCommand:
+        """The command with this id: its own copy, if this sandbox was forked while it was known."""
+        data = await self._client.call("GET", f"{self._path}/execs/{segment(id)}")
+        return AsyncCommand(data, self._client, self.id)
 
     async def _exec_buffered(self, request: Mapping[str, Any], limit: float | None) -> ExecResult:
         body, headers = json_body(request)
