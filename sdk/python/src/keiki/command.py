@@ -65,7 +65,7 @@ class Command:
         return Stream(self._read({name: str(at) for name, at in present(place).items()}))
 
     def wait(self, timeout_seconds: float | None = None) -> int:
-        """Waits until it has ended, whoever reads its output; returns its exit code. After ``timeout_seconds``
+        """Waits until it has ended, whoever reads it; returns its exit code. After ``timeout_seconds``
         it raises :class:`TimeoutError_`, and the command goes on."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         nap = SOON
