@@ -44,7 +44,7 @@ stage_guests() {
     mkdir -p "$package/boot"
     cp "$kernel" "$package/boot/vmlinuz-test"
     ln -sfn "$(dirname "$kernel")/lib" "$package/lib"
-    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store \
+    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store KEIKI_TEST_VMM=$OUT_DEV/keiki-vmm \
         cargo test --locked -p keiki-engine --tests -- --test-threads 2
     KEIKI_TEST_KERNEL=$kernel KEIKI_TEST_INITRD=$(awk '$1 == "initramfs" { print $2 }' "$parts") \
         KEIKI_TEST_DISK=$(awk '$1 == "rootfs" && $2 ~ "^/" { print $2 }' "$parts") TMPDIR=$store \

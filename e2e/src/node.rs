@@ -213,9 +213,7 @@ impl Node {
         let mut traces = Traces::default();
         for entry in fs::read_dir("/proc")? {
             let Ok(pid) = entry?.file_name().to_string_lossy().parse::<u32>() else { continue };
-            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            if line.contains(&data) && line.contains("qemu-system") {
+            if holds(pid, &data) {
                 traces.monitors.push(pid);
             }
         }
@@ -230,10 +228,7 @@ impl Node {
     pub fn has_monitor(&self, id: keiki_types::SandboxId) -> Result<bool> {
         let mark = id.to_string().replace('-', "");
         let pids = self.traces()?.monitors;
-        Ok(pids.iter().any(|pid| {
-            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            String::from_utf8_lossy(&line).contains(&mark)
-        }))
+        Ok(pids.iter().any(|pid| holds(*pid, &mark)))
     }
 
     /// Host ends of this node's slots, by their addresses.
@@ -299,6 +294,25 @@ pub struct Traces {
     pub namespaces: usize,
     /// Directories of machines.
     pub sandboxes: usize,
+}
+
+/// Is this a monitor that was started for, or has opened or mapped, something whose path contains `mark`? One that was
+/// forked off another still has the other's command line.
+fn holds(pid: u32, mark: &str) -> bool {
+    let text = |name: &str| {
+        let bytes = fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).replace('\0', " ")
+    };
+    let line = text("cmdline");
+    if line.contains("qemu-system") {
+        return line.contains(mark);
+    }
+    let open = || {
+        let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        files.filter_map(|file| fs::read_link(file.path()).ok())
+    };
+    text("comm").trim() == "keiki-vmm"
+        && (open().any(|path| path.to_string_lossy().contains(mark)) || text("maps").contains(mark))
 }
 
 fn tail(log: &Path) -> String {

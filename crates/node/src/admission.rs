@@ -93,11 +93,7 @@ impl Admission {
     /// Nine tenths of the host's RAM.
     #[must_use]
     pub fn of_host() -> Self {
-        let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
-            line.split_whitespace().nth(1)?.parse::<u64>().ok()
-        });
-        Self::new(total.unwrap_or(0) / 1024 / 10 * 9)
+        Self::new((keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20) / 10 * 9)
     }
 
     /// Room for `count` machines, or for none.

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 pub mod files;
+pub mod host;
 pub mod jail;
 pub mod netns;
 pub mod pages;

@@ -2,7 +2,7 @@
 
 use crate::jail::Jail;
 use rustix::{
-    fd::{AsFd, BorrowedFd, OwnedFd},
+    fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
     io::{Errno, FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
     thread::{LinkNameSpaceType, move_into_link_name_space},
@@ -137,6 +137,25 @@ impl std::os::fd::AsRawFd for Process {
     fn as_raw_fd(&self) -> std::os::fd::RawFd {
         self.fd.as_raw_fd()
     }
+}
+
+/// Takes over a descriptor that this process was started with, by its number. Nothing it starts will have it.
+///
+/// # Errors
+/// If there is no such descriptor, or it is one of the standard ones.
+pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
+    if fd < 3 {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a number above the standard descriptors",
+        ));
+    }
+    // SAFETY: asking for the flags of a number is harmless where nothing is open, and says so.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is open, and whoever started this process put it there for it. Nothing else of this process knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.

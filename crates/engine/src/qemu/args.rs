@@ -13,11 +13,12 @@
 //! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 
-use super::{
-    disk::layer_path,
-    jail::{INITRD, KERNEL},
+use super::jail::{INITRD, KERNEL};
+use crate::{
+    BootSpec, Resources,
+    layers::layer_path,
+    record::{AGENT, CONSOLE, QMP},
 };
-use crate::{BootSpec, Resources};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_types::Shape;
 use serde_json::json;
@@ -45,11 +46,7 @@ pub(super) struct Sockets {
 impl Sockets {
     pub(super) fn of(resources: &Resources) -> Self {
         let at = |name| resources.run_dir.join(name);
-        Self { qmp: at("qmp.sock"), agent: at("agent.sock"), console: at("console.sock") }
-    }
-
-    pub(super) fn all(&self) -> [&Path; 3] {
-        [&self.qmp, &self.agent, &self.console]
+        Self { qmp: at(QMP), agent: at(AGENT), console: at(CONSOLE) }
     }
 }
 

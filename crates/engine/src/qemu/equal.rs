@@ -4,14 +4,13 @@
 mod guest;
 
 use super::{
-    disk,
-    freeze::Stopwatch,
+    Qemu, QemuConfig,
     memory::locate,
     thaw::{QemuFrozen, QemuSeat},
 };
-use crate::{Engine, Frozen};
+use crate::{Frozen, layers::layer_path, steps::Stopwatch};
 use anyhow::{Context, Result, ensure};
-use guest::{SHAPE, lab};
+use guest::{SHAPE, qemu_lab};
 use keiki_snapshot::{Format, MEMORY_FILE};
 use keiki_sys::pages::read_memory;
 use serde_json::{Value, json};
@@ -38,7 +37,7 @@ fn chain(seat: &QemuSeat) -> Value {
     let top = (seat.record.top.clone(), Format::Qcow2);
     let layers = seat.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
     for (name, format) in layers.chain([top]) {
-        let file = json!({"driver": "file", "filename": disk::layer_path(dir, &name), "locking": "off"});
+        let file = json!({"driver": "file", "filename": layer_path(dir, &name), "locking": "off"});
         below = match format {
             Format::Raw => json!({"driver": "raw", "file": file}),
             Format::Qcow2 => json!({"driver": "qcow2", "file": file, "backing": below}),
@@ -60,7 +59,7 @@ fn same_disk(one: &str, two: &str) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let mut parent = lab.boot().await?;
     parent.sh("dd if=/dev/urandom of=/tmp/ram bs=1M count=32 2>/dev/null").await?;
     parent.sh("dd if=/tmp/ram of=/dev/vda bs=1M seek=3 count=8 conv=fsync 2>/dev/null").await?;
@@ -73,7 +72,8 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
     let (frozen, _) = lab.freeze(child.machine.as_ref()).await?;
     let disk = child.sh("dd if=/dev/vda bs=1M count=16 2>/dev/null | sha256sum").await?;
     let manifest = frozen.persist().await?;
-    let frozen = QemuFrozen::new(&lab.engine.host, &frozen.image().dir, manifest);
+    let qemu = Qemu::new(QemuConfig::new(lab.dir.path().join("store")));
+    let frozen = QemuFrozen::new(&qemu.host, &frozen.image().dir, manifest);
 
     let mut seen = Vec::new();
     for _ in 0..2 {

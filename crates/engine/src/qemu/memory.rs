@@ -6,7 +6,10 @@
 //! pages are written while the machine stands: slower, but right.
 
 use crate::{EngineError, Result};
-use keiki_sys::pages::{PAGE, private_pages, read_memory};
+use keiki_sys::{
+    host::kib,
+    pages::{PAGE, private_pages, read_memory},
+};
 use keiki_types::api::MemoryUse;
 use std::{
     fs::{self, File},
@@ -254,23 +257,18 @@ pub(super) fn memory_use(pid: u32, base: &Path, guest_bytes: u64) -> Result<Memo
             let start = u64::from_str_radix(start, 16).ok();
             ours = mappings.iter().any(|mapping| Some(mapping.addresses.start) == start);
         } else if ours {
-            resident += kib(line, "Rss:").unwrap_or(0);
-            private += kib(line, "Anonymous:").unwrap_or(0);
+            resident += kib(line, "Rss").unwrap_or(0);
+            private += kib(line, "Anonymous").unwrap_or(0);
         }
     }
-    let total = |key| rollup.lines().find_map(|line| kib(line, key)).unwrap_or(0);
+    let total = |key| kib(&rollup, key).unwrap_or(0);
     Ok(MemoryUse {
         guest_bytes,
-        rss_bytes: total("Rss:"),
-        pss_bytes: total("Pss:"),
+        rss_bytes: total("Rss"),
+        pss_bytes: total("Pss"),
         private_bytes: private,
         shared_bytes: u64::saturating_sub(resident, private),
     })
-}
-
-fn kib(line: &str, key: &str) -> Option<u64> {
-    let number = line.strip_prefix(key)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
-    Some(number << 10)
 }
 
 #[cfg(test)]

@@ -3,11 +3,14 @@
 //! `KEIKI_TEST_KERNEL_DIR` names an unpacked kernel package (`boot/vmlinuz-*`, `lib/modules/*`). Needed
 //! beside it: a static busybox (`KEIKI_TEST_BUSYBOX`, default `/bin/busybox`), `xz`, and a directory on a
 //! filesystem with reflinks (`KEIKI_TEST_STORE`).
+//!
+//! `KEIKI_ENGINE` says which engine is tested, `qemu` if it is not set. `kvm` needs `KEIKI_TEST_VMM`, the monitor.
 #![allow(dead_code)]
 
 use anyhow::{Context, Result, bail};
 use keiki_engine::{
-    BootSpec, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    kvm::{Kvm, KvmConfig},
     qemu::{Qemu, QemuConfig},
 };
 use keiki_sys::process::Process;
@@ -35,7 +38,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A place for one test, removed with everything in it.
 pub struct Lab {
-    pub engine: Qemu,
+    pub engine: Box<dyn Engine>,
     pub dir: TempDir,
     kernel: PathBuf,
     initrd: PathBuf,
@@ -54,8 +57,31 @@ pub fn lab() -> Result<Option<Lab>> {
     let initrd = dir.path().join("initrd");
     fs::write(&initrd, initramfs(&package)?)?;
     File::create(dir.path().join("disk.raw"))?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
-    let engine = Qemu::new(QemuConfig::new(dir.path().join("store")));
+    let engine = engine(dir.path().join("store"))?;
     Ok(Some(Lab { engine, dir, kernel, initrd, count: AtomicU32::new(0) }))
+}
+
+/// Of QEMU's own: None, with a message, where another engine is tested.
+pub fn qemu_lab() -> Result<Option<Lab>> {
+    if is_kvm() {
+        eprintln!("skipped: a test of the other engine");
+        return Ok(None);
+    }
+    lab()
+}
+
+fn is_kvm() -> bool {
+    std::env::var_os("KEIKI_ENGINE").is_some_and(|engine| engine == "kvm")
+}
+
+/// The engine that is tested, on this store. Each call is another one.
+pub fn engine(store: PathBuf) -> Result<Box<dyn Engine>> {
+    if !is_kvm() {
+        return Ok(Box::new(Qemu::new(QemuConfig::new(store))));
+    }
+    let binary =
+        std::env::var_os("KEIKI_TEST_VMM").context("KEIKI_TEST_VMM does not say where keiki-vmm is")?;
+    Ok(Box::new(Kvm::new(KvmConfig { binary: binary.into(), forced: true, common: Common::new(store) })))
 }
 
 impl Drop for Lab {

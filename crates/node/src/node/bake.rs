@@ -54,32 +54,11 @@ impl Inner {
     ) -> Result<TemplateRecord> {
         let _ticket = self.admission.admit(recipe.shape, 1)?;
         let _room = self.reserve_disk((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
-        let scratch = self.store.scratch();
-        make_dir(&scratch)?;
-        let baked = self.bake_in(&scratch, recipe, dir, build).await;
-        self.store.remove(scratch).await?;
-        baked
-    }
-
-    async fn bake_in(
-        &self,
-        scratch: &Path,
-        recipe: &Recipe<'_>,
-        dir: &Path,
-        build: &Building,
-    ) -> Result<TemplateRecord> {
-        build.say("bake: copying the root disk to the store");
-        let disk = scratch.join("root.raw");
-        let (from, to) = (recipe.parts.rootfs.raw.clone(), disk.clone());
-        tokio::task::spawn_blocking(move || keiki_sys::sparse::copy(&from, &to))
-            .await
-            .map_err(|cause| Error::internal("the copy was interrupted", cause))?
-            .map_err(|cause| Error::internal("the root disk cannot be copied to the store", cause))?;
         let boot = BootSpec {
             shape: recipe.shape,
             kernel: recipe.parts.kernel.bzimage.clone(),
             initrd: recipe.parts.initramfs.clone(),
-            disk,
+            disk: recipe.parts.rootfs.raw.clone(),
             cmdline: String::new(),
         };
         build.say("bake: cold boot");

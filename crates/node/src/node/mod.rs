@@ -69,6 +69,10 @@ pub struct Config {
     pub api_keys: Vec<String>,
     /// Which engine; None probes.
     pub engine: Option<EngineKind>,
+    /// Where `keiki-vmm` is, the monitor of engine `kvm`. None: it was not found.
+    pub vmm_binary: Option<PathBuf>,
+    /// Among whom memory may be shared at most.
+    pub sharing: Sharing,
     /// Network of the slots, e.g. `10.200.0.0/16`.
     pub slot_range: String,
     /// Where the guest agent binary is; it goes into the initramfs of templates.
@@ -88,6 +92,17 @@ pub struct Config {
     pub dns: Vec<std::net::SocketAddr>,
     /// End every sandbox and unmount the store when the node stops.
     pub ephemeral: bool,
+}
+
+/// The widest scope in which machines share the memory that they were thawed from, until they write it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// Machines of one template with all of the node; of one snapshot within the workspace.
+    Node,
+    /// Within the workspace.
+    Workspace,
+    /// Each has its own copy.
+    None,
 }
 
 /// The daemon, without HTTP. Cheap to clone.

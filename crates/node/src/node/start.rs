@@ -14,7 +14,7 @@ use crate::{
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
 };
-use keiki_engine::{Engine, Machine, qemu};
+use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
 use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
@@ -59,14 +59,7 @@ impl Node {
         let events = Events::open(&store.events())?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
         let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
-        let engine = choose_engine(&config, &store)?;
-        let capabilities = engine.probe().await;
-        if !capabilities.usable {
-            return Err(Error::Invalid(format!(
-                "engine {} cannot run here: {}",
-                capabilities.kind, capabilities.note
-            )));
-        }
+        let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
@@ -108,6 +101,7 @@ impl Node {
         if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
             tracing::error!("some operations did not come to an end; the next start removes what they leave");
         }
+        inner.engine.close().await;
         for sandbox in inner.sandboxes().into_iter().filter(|_| inner.config.ephemeral) {
             if let Err(error) = inner.delete(sandbox.id).await {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
@@ -129,14 +123,35 @@ impl Node {
     }
 }
 
-fn choose_engine(config: &Config, store: &Store) -> Result<Arc<dyn Engine>> {
-    match config.engine {
-        // The only engine so far; probing chooses between two once there are two.
-        None | Some(EngineKind::Qemu) => {
-            Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?))))
+/// The engine that was asked for, or the best that works here.
+async fn choose_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let mut refused = String::new();
+    if config.engine != Some(EngineKind::Qemu) {
+        match kvm_engine(config, store).await? {
+            (engine, capabilities) if capabilities.usable => return Ok((engine, capabilities)),
+            (_, capabilities) => refused = capabilities.note,
         }
-        Some(EngineKind::Kvm) => Err(Error::Invalid("engine kvm is not part of this build: use qemu".into())),
     }
+    if config.engine == Some(EngineKind::Kvm) {
+        return Err(Error::Invalid(format!("engine kvm cannot run here: {refused}")));
+    }
+    let engine = qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?));
+    let mut capabilities = engine.probe().await;
+    if !capabilities.usable {
+        return Err(Error::Invalid(format!("engine qemu cannot run here: {}", capabilities.note)));
+    }
+    if !refused.is_empty() {
+        capabilities.note = format!("{}; not kvm: {refused}", capabilities.note);
+    }
+    Ok((Arc::new(engine), capabilities))
+}
+
+async fn kvm_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let forced = config.engine == Some(EngineKind::Kvm);
+    let binary = config.vmm_binary.clone().unwrap_or_else(|| PathBuf::from("keiki-vmm"));
+    let engine = kvm::Kvm::new(kvm::KvmConfig { binary, forced, common: Common::new(store.engine()?) });
+    let capabilities = engine.probe().await;
+    Ok((Arc::new(engine), capabilities))
 }
 
 async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {

@@ -8,7 +8,7 @@
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{Inner, bake::Recipe, machine::Place, request, sources::Hold};
+use super::{Inner, Sharing, bake::Recipe, machine::Place, request, sources::Hold};
 use crate::{
     error::{Error, Result},
     records::{TemplateRecord, rfc3339},
@@ -323,7 +323,7 @@ impl Inner {
 
     async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
-        let frozen = self.load(&dir).await?;
+        let frozen = self.load_for(&dir, Sharing::Node).await?;
         self.records.put(vec![record.clone()]).await?;
         build.say(&format!("done: {} version {}", record.name, record.version));
         let baked = Baked::new(record.clone(), frozen);
@@ -382,7 +382,8 @@ impl Inner {
     /// Opens a recorded template at start. One that cannot be used here any more (another engine version, a
     /// damaged file) is forgotten: it will be baked anew when it is wanted.
     pub(super) async fn open_template(self: &Arc<Self>, record: TemplateRecord) -> Result<()> {
-        match self.load(&self.store.template(&record.name, &record.version)).await {
+        let dir = self.store.template(&record.name, &record.version);
+        match self.load_for(&dir, Sharing::Node).await {
             Ok(frozen) => {
                 let baked = Baked::new(record.clone(), frozen);
                 self.templates.state().baked.insert(record.name, Arc::clone(&baked));

@@ -1,7 +1,7 @@
 //! The verbs that thaw or end machines: create, restore, wake, pause, resume, delete, promote.
 
 use super::{
-    Inner,
+    Inner, Sharing,
     freeze::released_timings,
     machine::{Individual, Place, engine_error},
     request,
@@ -14,7 +14,7 @@ use crate::{
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Begin, Live, Sandbox, Use},
 };
-use keiki_engine::Frozen;
+use keiki_engine::{Frozen, SharingScope};
 use keiki_types::{
     Origin, SandboxId, SnapshotId, Status, TemplateName,
     api::{self, CreateSandbox, EventKind, Promote, Promoted},
@@ -359,8 +359,23 @@ impl Inner {
         record.ok_or_else(|| Error::NotFound(format!("no snapshot {id}")))
     }
 
+    /// Opens what a user of this node froze.
     pub(super) async fn load(&self, dir: &std::path::Path) -> Result<Arc<dyn Frozen>> {
-        self.engine.load(dir).await.map_err(|error| engine_error("the snapshot cannot be loaded", error))
+        self.load_for(dir, Sharing::Workspace).await
+    }
+
+    /// Opens a frozen machine whose memory may be shared in this scope, and in none wider than the node's.
+    pub(super) async fn load_for(&self, dir: &std::path::Path, sharing: Sharing) -> Result<Arc<dyn Frozen>> {
+        let scope = match (self.config.sharing, sharing) {
+            (Sharing::None, _) | (_, Sharing::None) => SharingScope::None,
+            (Sharing::Node, Sharing::Node) => SharingScope::Node,
+            // A node has one workspace.
+            _ => SharingScope::Workspace("default".into()),
+        };
+        self.engine
+            .load(dir, scope)
+            .await
+            .map_err(|error| engine_error("the snapshot cannot be loaded", error))
     }
 
     fn machine_of(&self, sandbox: &Sandbox) -> Result<Arc<Live>> {
