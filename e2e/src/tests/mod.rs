@@ -1,6 +1,7 @@
 //! The tests, by what they are about.
 
 mod api;
+mod bench;
 mod crash;
 mod disk;
 mod exec;
@@ -72,6 +73,8 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
+        bench::a_quick_run_measures_and_leaves_nothing,
+        races::a_named_request_is_carried_out_once,
         races::a_snapshot_deleted_while_it_is_restored,
         races::what_ends_under_a_command_says_so,
         races::twenty_commands_wake_it_once,

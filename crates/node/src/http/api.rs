@@ -6,6 +6,7 @@ use crate::{
     exec::{Session, known::From},
     files::Reading,
     metrics::Metrics,
+    once::Once,
     preview::Previews,
 };
 use async_trait::async_trait;
@@ -61,11 +62,11 @@ macro_rules! verbs {
 }
 
 verbs! {
-    fn create(request: CreateSandbox) -> Sandbox;
+    fn create(request: CreateSandbox, once: Option<Once>) -> Sandbox;
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;
@@ -78,7 +79,7 @@ verbs! {
     fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
     fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
-    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();

@@ -126,6 +126,8 @@ failures! {
     Named { 404: "There is no such thing" }
     /// A route that wants a state.
     Stateful { 409: "The state does not allow it" }
+    /// A route whose requests may have a name.
+    Keyed { 400: "A field, or the Idempotency-Key, is wrong; the sentence names it", 422: "The Idempotency-Key was used for another request" }
     /// A route that moves a machine from state to state.
     Mover { 409: "The state does not allow it", 504: "The machine took too long" }
     /// A route that may be told to come back.

@@ -23,6 +23,7 @@ mod files;
 mod fork;
 mod logs;
 mod meta;
+mod once;
 mod ports;
 mod proxy;
 mod pty;

@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Result},
     events::Events,
     guest::GuestLink,
+    locks::Locks,
     metrics::Metrics,
     preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
@@ -82,6 +83,7 @@ impl Node {
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
+            requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });

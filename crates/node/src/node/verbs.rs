@@ -10,6 +10,7 @@ use crate::{
     clock::Clock,
     error::{Error, Result},
     lifecycle::{Decision, Verb},
+    once::Once,
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Begin, Live, Sandbox, Use},
 };
@@ -26,31 +27,15 @@ use time::OffsetDateTime;
 const RESTORE_DISK_BYTES: u64 = 16 << 20;
 
 impl Inner {
-    pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
+    pub(super) async fn create(
+        self: &Arc<Self>,
+        asked: CreateSandbox,
+        once: Option<&Once>,
+    ) -> Result<api::Sandbox> {
         let _armed = arm(if asked.from_snapshot.is_some() { "restore" } else { "create" });
         let mut clock = Clock::start();
         let (ttl_seconds, metadata) = request::create(&asked)?;
-        let base = SandboxRecord {
-            id: SandboxId::new(),
-            template: String::new(),
-            template_version: String::new(),
-            shape: keiki_types::Shape { vcpus: 0, memory_mib: 0, disk_mib: 0 },
-            status: Status::Creating,
-            created_at: OffsetDateTime::now_utc(),
-            metadata,
-            from_snapshot: None,
-            parent_sandbox_id: None,
-            parent_snapshot_id: None,
-            origin: Origin::Create,
-            boot_ms: 0,
-            persistent: asked.persistent.unwrap_or(false),
-            ttl_seconds,
-            generation: 0,
-            engine: self.engine.kind(),
-            slot: None,
-            timings: None,
-            error: None,
-        };
+        let base = self.blank_record(ttl_seconds, metadata, asked.persistent.unwrap_or(false));
         match &asked.from_snapshot {
             Some(id) => {
                 let id =
@@ -71,7 +56,7 @@ impl Inner {
                 };
                 let frozen = self.load(&dir).await?;
                 clock.lap("load");
-                self.bring_up(record, frozen.as_ref(), None, &mut clock).await
+                self.bring_up(record, frozen.as_ref(), None, once, &mut clock).await
             }
             None => {
                 let name = asked.template.as_deref().unwrap_or("base");
@@ -90,10 +75,40 @@ impl Inner {
                 let record =
                     SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
                 clock.lap("admit");
-                let made = self.bring_up(record, baked.frozen.as_ref(), place, &mut clock).await;
+                let made = self.bring_up(record, baked.frozen.as_ref(), place, once, &mut clock).await;
                 self.refill(&baked);
                 made
             }
+        }
+    }
+
+    /// A sandbox of nothing yet.
+    fn blank_record(
+        &self,
+        ttl_seconds: u64,
+        metadata: BTreeMap<String, String>,
+        persistent: bool,
+    ) -> SandboxRecord {
+        SandboxRecord {
+            id: SandboxId::new(),
+            template: String::new(),
+            template_version: String::new(),
+            shape: keiki_types::Shape { vcpus: 0, memory_mib: 0, disk_mib: 0 },
+            status: Status::Creating,
+            created_at: OffsetDateTime::now_utc(),
+            metadata,
+            from_snapshot: None,
+            parent_sandbox_id: None,
+            parent_snapshot_id: None,
+            origin: Origin::Create,
+            boot_ms: 0,
+            persistent,
+            ttl_seconds,
+            generation: 0,
+            engine: self.engine.kind(),
+            slot: None,
+            timings: None,
+            error: None,
         }
     }
 
@@ -103,6 +118,7 @@ impl Inner {
         record: SandboxRecord,
         frozen: &dyn Frozen,
         place: Option<Place>,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let prepared = async {
@@ -135,7 +151,7 @@ impl Inner {
             self.thaw(frozen, place, who, ticket, clock).await
         };
         match made.await {
-            Ok(live) => self.come_up(record, live, clock).await,
+            Ok(live) => self.come_up(record, live, once, clock).await,
             Err(error) => {
                 self.forget(&[record], &error).await;
                 Err(error)
@@ -156,6 +172,7 @@ impl Inner {
         self: &Arc<Self>,
         record: SandboxRecord,
         live: Live,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let record = SandboxRecord {
@@ -165,7 +182,8 @@ impl Inner {
             timings: Some(released_timings(clock, None)),
             ..record
         };
-        if let Err(error) = self.records.put(vec![record.clone()]).await {
+        let request = once.map(|once| once.made([record.id]));
+        if let Err(error) = self.records.put_made(vec![record.clone()], request).await {
             self.end_live(record.id, &live).await;
             self.forget(&[record], &error).await;
             return Err(error);

@@ -9,6 +9,7 @@ use crate::{
     http::api::Api,
     metrics::{Gauges, Metrics},
     node::request,
+    once::Once,
     preview::Previews,
 };
 use async_trait::async_trait;
@@ -44,6 +45,8 @@ pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
     pub calls: Arc<Mutex<Vec<String>>>,
+    /// The names that requests came with.
+    pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
     pub counters: Metrics,
     pub previews: OnceLock<Previews>,
@@ -255,7 +258,8 @@ impl Api for Twin {
         Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
     }
 
-    async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
+    async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
+        self.named.lock().unwrap().extend(once);
         match request.template.as_deref() {
             Some("busy") => {
                 Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
@@ -278,7 +282,8 @@ impl Api for Twin {
         self.known(id).map(drop)
     }
 
-    async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+        self.named.lock().unwrap().extend(once);
         self.done(id, format!("fork {request:?}"))?;
         let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
         let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
@@ -321,7 +326,8 @@ impl Api for Twin {
         Ok("hello é\nworld\n".into())
     }
 
-    async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
+        self.named.lock().unwrap().extend(once);
         self.known(id)?;
         Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
     }
