@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e conformance sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e lab conformance sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -70,6 +70,10 @@ stage_e2e() {
     ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
 }
+
+# Our own monitor with real Linux guests: a few tests here, all of them with `make test-lab`.
+stage_lab() { scripts/lab.sh e2e ${KEIKI_LAB_FILTER:-state::memory lifecycle::paused lineage::a_fork_of_a_fork}; }
+stage_lab-all() { scripts/lab.sh all; }
 
 # The committed document against a live node: 75 seconds of it, or ten minutes.
 stage_conformance() {

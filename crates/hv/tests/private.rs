@@ -169,6 +169,32 @@ fn a_page_map_of_another_process_is_refused() {
     }
 }
 
+/// Finding 8: what was populated is there in a copy too, without a fault for each page.
+#[test]
+fn populated_pages_are_populated_in_a_copy() {
+    let base = base();
+    let faults = || {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+        let after = stat.rsplit_once(')').unwrap().1;
+        after.split_whitespace().nth(7).unwrap().parse::<u64>().unwrap()
+    };
+    let in_copy = |ram: &GuestRam| {
+        let child = in_child(&[], || {
+            let before = faults();
+            let sum: u64 = (0..PAGES).map(|page| u64::from(tiny::read_u32(ram, page * 4096))).sum();
+            let taken = faults() - before;
+            assert!(sum > 0);
+            taken.to_le_bytes().to_vec()
+        });
+        u64::from_le_bytes(child.expect("the copy failed").try_into().unwrap())
+    };
+    let (plain, populated) = (GuestRam::over(&base).unwrap(), GuestRam::over(&base).unwrap());
+    #[allow(clippy::single_range_in_vec_init)]
+    populated.populate(&[0..SIZE]).unwrap();
+    let (without, with) = (in_copy(&plain), in_copy(&populated));
+    assert!(with * 4 < without, "{with} faults with, {without} without");
+}
+
 /// Pages that were swapped out are private still. Needs root, and a moment's swap file.
 #[test]
 fn swapped_pages_are_found() {

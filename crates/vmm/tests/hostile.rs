@@ -82,7 +82,7 @@ fn a_flood_on_the_console_stops_nobody() {
 fn a_freeze_that_fails_leaves_the_machine_as_it_was() {
     let Some(place) = place() else { return };
     let mut machine = place.boot(SILENT);
-    // A top that is none: found out after the fork, and the zygote ends with its connection.
+    // A top that is none. Whenever that is found out, nothing is left of the attempt.
     let bad = place.path("bad");
     fs::write(&bad, vec![7; 300_000]).unwrap();
     let error = place.try_freeze(&mut machine, &bad).err().expect("it was taken").to_string();
