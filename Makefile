@@ -3,7 +3,7 @@
 PREFIX ?= /usr/local
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-vmm setup build install check fmt doc clean
+.PHONY: help demo test test-all test-lab bench bench-vmm setup build install check fmt doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -16,6 +16,9 @@ test: ## every test and gate; what CI runs
 
 test-all: ## the long tests too
 	@KEIKI_TEST_ALL=1 scripts/test.sh
+
+test-lab: ## the kvm engine with real Linux guests, also where there is no hardware for them
+	@scripts/test.sh setup build template lab-all
 
 bench: ## measure this machine into bench.json
 	@scripts/bench.sh

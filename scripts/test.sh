@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e lab sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -67,6 +67,10 @@ stage_e2e() {
     KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
 }
+
+# Our own monitor with real Linux guests: a few tests here, all of them with `make test-lab`.
+stage_lab() { scripts/lab.sh e2e ${KEIKI_LAB_FILTER:-state::memory lifecycle::paused lineage::a_fork_of_a_fork}; }
+stage_lab-all() { scripts/lab.sh all; }
 
 stage_sdk() {
     [ -d sdk/python ] || { say "skipped: sdk/python is not there"; return 0; }
