@@ -48,10 +48,11 @@ fn mutated(seeds: &[Vec<u8>], random: &mut Random) -> Vec<u8> {
 fn run(target: &str, body: fn(&[u8]), mutations: usize) {
     let seeds = seeds(target);
     seeds.iter().for_each(|seed| body(seed));
-    let mut random = Random(0x6b65_696b_6921);
-    // More by hand: KEIKI_FUZZ_ROUNDS times as many.
-    let rounds = std::env::var("KEIKI_FUZZ_ROUNDS").map_or(1, |text| text.parse().unwrap());
-    for _ in 0..mutations * rounds {
+    // More by hand: so many times as many, and others.
+    let setting =
+        |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
+    let mut random = Random(setting("KEIKI_FUZZ_SEED", 0x6b65_696b_6921));
+    for _ in 0..mutations as u64 * setting("KEIKI_FUZZ_ROUNDS", 1) {
         let data = mutated(&seeds, &mut random);
         if let Err(panic) = std::panic::catch_unwind(|| body(&data)) {
             let hex: String = data.iter().map(|byte| format!("{byte:02x}")).collect();
