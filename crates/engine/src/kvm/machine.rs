@@ -22,7 +22,7 @@ use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Ro
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
-use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 use tokio::sync::Mutex;
 
 /// The handle that the node holds.
@@ -181,6 +181,11 @@ impl Machine for KvmMachine {
     async fn memory(&self) -> Result<MemoryUse> {
         let (pid, shape) = (self.0.monitor.pid(), self.0.shape);
         blocking(move || super::memory::memory_use(pid, shape)).await.map_err(|error| self.0.explain(error))
+    }
+
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        keiki_sys::process::cpu_time(self.0.monitor.pid())
+            .map_err(EngineError::at("read the CPU time of", std::path::Path::new("its monitor")))
     }
 
     fn agent_socket(&self) -> PathBuf {
