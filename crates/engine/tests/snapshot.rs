@@ -3,7 +3,7 @@
 mod guest;
 
 use anyhow::{Context, Result, ensure};
-use guest::{Guest, Lab, SHAPE, lab};
+use guest::{Guest, Lab, SHAPE, lab, qemu_lab};
 use keiki_engine::{
     Engine, EngineError, Machine, SharingScope,
     qemu::{Qemu, QemuConfig},
@@ -186,5 +186,28 @@ async fn a_full_disk_fails_the_freeze_and_nothing_else() -> Result<()> {
     let image = engine.image(&at("frozen")?, SHAPE).await?;
     guest.machine.freeze(image).await?;
     guest.machine.stop().await?;
+    Ok(())
+}
+
+/// Whose memory may not be shared has a file of its own: of other pages in memory, not of other blocks on disk.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_shares_with_nobody_has_its_own_memory_file() -> Result<()> {
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
+    let mut guest = lab.boot().await?;
+    guest.sh("echo mine > /tmp/name").await?;
+    let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
+    frozen.persist().await?;
+    guest.machine.stop().await?;
+    let dir = frozen.image().dir.clone();
+    let inode = |dir: &std::path::Path| -> Result<u64> {
+        Ok(std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(dir.join("vm.mem"))?))
+    };
+    for (scope, shared) in [(SharingScope::Node, true), (SharingScope::None, false)] {
+        let frozen = lab.engine.load(&dir, scope).await?;
+        let mut copy = lab.thaw(frozen.as_ref()).await?;
+        assert_eq!(copy.sh("cat /tmp/name").await?, "mine");
+        assert_eq!(inode(&copy.machine.resources().dir)? == inode(&dir)?, shared);
+        copy.machine.stop().await?;
+    }
     Ok(())
 }

@@ -1,0 +1,97 @@
+//! The fuzz target of the control socket without a fuzzer: one seed for each message, and some thousand mutations of them
+//! that are the same each time.
+//!
+//! The seeds are also what the messages are: a change that reads one of them otherwise needs another
+//! [`keiki_control::packet::VERSION`], and new seeds (`KEIKI_WRITE_SEEDS=1`).
+
+#[path = "../../../fuzz/bodies/control.rs"]
+mod control;
+
+use keiki_control::{
+    Boot, Cpu, Devices, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape,
+    Stage, Stats, Step, Thaw, Thawed,
+    packet::{encode_reply, encode_request},
+};
+use std::path::{Path, PathBuf};
+
+fn messages() -> Vec<(String, Vec<u8>)> {
+    let shape = Shape { vcpus: 2, memory_mib: 256 };
+    let devices = Devices { mac: [2, 0, 0, 0, 0, 1], agent_port: "agent".into() };
+    let boot = Boot { shape, cmdline: "quiet".into(), cpu: Cpu::Baseline, devices, generation: [7; 16] };
+    let requests = [
+        Request::Hello,
+        Request::Boot(boot),
+        Request::Load(Load { shape, digest: [9; 32] }),
+        Request::Pause,
+        Request::Resume,
+        Request::Freeze(Freeze {}),
+        Request::Thaw(Thaw { generation: [8; 16] }),
+        Request::Persist,
+        Request::Layers,
+        Request::Stats,
+        Request::Stop,
+    ];
+    let steps = vec![Step { name: "fork".into(), ns: 1_000_000 }];
+    let replies = [
+        ("hello", Reply::Hello(Hello { stage: Stage::Zygote, paused: true, generation: 3, layers: 2 })),
+        ("done", Reply::Done),
+        (
+            "frozen",
+            Reply::Frozen(Frozen { pid: 77, vcpu_pause_ns: 900, private_bytes: 4096, steps: steps.clone() }),
+        ),
+        ("thawed", Reply::Thawed(Thawed { pid: 78, generation: [8; 16], steps })),
+        ("persisted", Reply::Persisted(Persisted { pages: 5, zeroed: 6, state_bytes: 7, digest: [1; 32] })),
+        ("stats", Reply::Stats(Stats { exits: 1, console_dropped: 2 })),
+        ("failed", Reply::Failed { kind: FailureKind::NoSpace, sentence: "the store is full".into() }),
+    ];
+    let roles = |request: &Request| -> Vec<Role> { request.wants().iter().map(|want| want.role).collect() };
+    let requests = requests.iter().map(|request| {
+        let packet = encode_request(request, &roles(request)).expect("a request");
+        (format!("request-{}", request.name().to_lowercase()), packet)
+    });
+    let replies =
+        replies.iter().map(|(name, reply)| (format!("reply-{name}"), encode_reply(reply).expect("a reply")));
+    requests.chain(replies).collect()
+}
+
+fn dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/control")
+}
+
+#[test]
+fn seeds_are_the_messages_of_this_version() -> std::io::Result<()> {
+    if std::env::var_os("KEIKI_WRITE_SEEDS").is_some() {
+        std::fs::create_dir_all(dir())?;
+        messages().iter().try_for_each(|(name, packet)| std::fs::write(dir().join(name), packet))?;
+    }
+    for (name, packet) in messages() {
+        assert_eq!(std::fs::read(dir().join(&name))?, packet, "{name} is another message than it was");
+    }
+    assert_eq!(std::fs::read_dir(dir())?.count(), messages().len());
+    Ok(())
+}
+
+#[test]
+fn mutations_are_refused_or_understood() {
+    let seeds = messages();
+    let mut state = 0x6b65_696b_6921_u64;
+    let mut below = |limit: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as usize % limit.max(1)
+    };
+    for _ in 0..20_000 {
+        let mut bytes = seeds[below(seeds.len())].1.clone();
+        for _ in 0..=below(6) {
+            let at = below(bytes.len());
+            match below(4) {
+                0 => bytes.insert(at, below(256) as u8),
+                1 if bytes.len() > 1 => drop(bytes.remove(at)),
+                2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][below(5)],
+                _ => bytes[at] ^= 1 << below(8),
+            }
+        }
+        control::run(&bytes);
+    }
+}

@@ -1,0 +1,7 @@
+//! Fuzzes the messages of the control socket, both ways. `cargo +nightly fuzz run control seeds/control`
+#![no_main]
+
+#[path = "../bodies/control.rs"]
+mod control;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| control::run(data));
