@@ -38,6 +38,8 @@ enum Wanted {
 struct State {
     wanted: Wanted,
     parked: usize,
+    /// When the last of them left, since they were told to.
+    left: Option<Instant>,
     ended: Option<End>,
 }
 
@@ -95,7 +97,7 @@ impl Cpus {
         on_end: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self> {
         install_kick()?;
-        let state = Mutex::new(State { wanted: Wanted::Park, parked: 0, ended: None });
+        let state = Mutex::new(State { wanted: Wanted::Park, parked: 0, left: None, ended: None });
         let on_end = Box::new(on_end);
         let shared = Arc::new(Shared { state, changed: Condvar::new(), bus, on_end });
         let mut cpus = Self { shared, seats: Vec::new(), threads: Vec::new() };
@@ -118,6 +120,14 @@ impl Cpus {
     /// Lets them run. Running already: nothing.
     pub fn run(&self) {
         self.want(Wanted::Run);
+    }
+
+    /// When the last of them was on its way into the guest, after [`Cpus::run`]; waits for that at most so long.
+    #[must_use]
+    pub fn running_since(&self, most: Duration) -> Option<Instant> {
+        let waiting = |state: &mut State| state.left.is_none() && state.ended.is_none();
+        let wait = self.shared.changed.wait_timeout_while(self.state(), most, waiting);
+        wait.unwrap_or_else(PoisonError::into_inner).0.left
     }
 
     /// Parks them. Parked already: nothing. On error they run again.
@@ -162,7 +172,10 @@ impl Cpus {
     }
 
     fn want(&self, wanted: Wanted) {
-        self.state().wanted = wanted;
+        let mut state = self.state();
+        state.wanted = wanted;
+        state.left = None;
+        drop(state);
         match wanted {
             Wanted::Run => self.shared.changed.notify_all(),
             Wanted::Park => self.kick(),
@@ -237,6 +250,10 @@ fn serve(seat: &Seat, shared: &Shared) {
             return;
         }
         state.parked -= 1;
+        if state.parked == 0 {
+            state.left = Some(Instant::now());
+            shared.changed.notify_all();
+        }
         drop(state);
         let mut vcpu = lock(&seat.vcpu);
         let end = loop {

@@ -146,8 +146,8 @@ fn requests() -> Made<Vec<Rule>> {
     const TYPE: u64 = 0xff00;
     /// `PAGEMAP_SCAN`: the pages that are private.
     const PAGEMAP_SCAN: u64 = 0xc060_6610;
-    /// `TUNSETIFF` is not here: a tap arrives set up, and says what it can.
-    const TAP: [u64; 5] = [0x8004_54d2, 0x4004_54d0, 0x4004_54d8, 0x4004_54dc, 0x8004_54cf];
+    /// `TUNSETOFFLOAD`, `TUNSETVNETHDRSZ`. Not `TUNSETIFF`: a tap arrives attached.
+    const TAP: [u64; 2] = [0x4004_54d0, 0x4004_54d8];
     /// `FIONBIO`, `FIONREAD`, `FIOCLEX`: how the standard library sets and asks things.
     const PLAIN: [u64; 3] = [0x5421, 0x541b, 0x5451];
     let kvm = Rule::new(vec![Condition::new(1, Len::Dword, Op::MaskedEq(TYPE), KVM)?])?;

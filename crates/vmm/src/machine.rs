@@ -350,7 +350,8 @@ impl Machine {
             return done;
         }
         let resumed = if was_paused { Ok(()) } else { self.resume() };
-        let pause = parked.elapsed();
+        let running = if was_paused { None } else { self.cpus.running_since(PARK) };
+        let pause = running.map_or_else(|| parked.elapsed(), |at| at.saturating_duration_since(parked));
         clock.step("resume");
         match (done, resumed) {
             (Ok(Frost::Machine(Reply::Frozen(mut frozen))), Ok(())) => {

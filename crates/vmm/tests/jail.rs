@@ -75,6 +75,34 @@ fn looks_jailed(monitor: &Monitor) {
     }
 }
 
+/// Taps are set up by asking them, which the filter has to let pass.
+#[test]
+fn a_jailed_machine_takes_its_tap() {
+    use keiki_sys::{netns, tap};
+    use std::panic::AssertUnwindSafe;
+    let Some(mut place) = place() else { return };
+    if !is_root() {
+        return;
+    }
+    let name = format!("keiki-vmm-test-{}", std::process::id());
+    let taps = netns::on_own_thread(|| {
+        netns::create(&name)?;
+        Ok((tap::open_offloading("tap0")?, tap::open_offloading("tap1")?))
+    });
+    let done = std::panic::catch_unwind(AssertUnwindSafe(move || {
+        let (first, second) = taps.unwrap();
+        place.tap = Some(first);
+        let mut machine = place.boot(SILENT);
+        machine.counts();
+        let (mut zygote, _) = place.freeze(&mut machine);
+        place.tap = Some(second);
+        place.thaw(&mut zygote).counts();
+        machine.counts();
+    }));
+    netns::remove(&name).unwrap();
+    done.unwrap();
+}
+
 /// A process of the same user, without the filter: it may not read or trace.
 #[test]
 fn a_relative_cannot_look_into_it() {

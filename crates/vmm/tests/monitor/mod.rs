@@ -132,13 +132,15 @@ pub fn place() -> Option<Place> {
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
     std::fs::write(dir.path().join("empty.qcow2"), empty_layer()).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0) })
+    Some(Place { dir, next: AtomicU32::new(0), tap: None })
 }
 
 /// A directory with the files of machines.
 pub struct Place {
     pub dir: tempfile::TempDir,
     next: AtomicU32,
+    /// What the next machine gets as its network.
+    pub tap: Option<File>,
 }
 
 /// A monitor, and how to talk to it.
@@ -239,6 +241,7 @@ impl Place {
             (Role::Kernel, file.into()),
             (Role::Initrd, initrd.into()),
         ]);
+        fds.extend(self.tap.iter().map(|tap| (Role::Tap, tap.try_clone().unwrap().into())));
         let boot = Request::Boot(Boot {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
@@ -284,7 +287,8 @@ impl Place {
     }
 
     pub fn try_thaw(&self, zygote: &mut Monitor) -> Result<(Monitor, Thawed), ControlError> {
-        let (files, fds) = self.copy_files(zygote);
+        let (files, mut fds) = self.copy_files(zygote);
+        fds.extend(self.tap.iter().map(|tap| (Role::Tap, tap.try_clone().unwrap().into())));
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
         let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
         assert_eq!(answer.pid, thawed.pid, "somebody else answered");
