@@ -11,6 +11,7 @@
 //! | `KEIKI_E2E_BIN` | directory with `keiki` and `keiki-guest` | beside this program |
 //! | `KEIKI_E2E_RANGE` | second byte of the first node's slots, so that runs beside each other do not collide | 213 |
 //! | `KEIKI_ENGINE` | which engine the nodes run | `qemu` |
+//! | `KEIKI_E2E_PATIENCE` | limits of time are multiplied by this | 1 |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
 
 mod names;
@@ -29,7 +30,13 @@ use std::{
 };
 
 /// No test may take longer.
-const TEST_LIMIT: Duration = Duration::from_secs(180);
+const TEST_LIMIT: u64 = 180;
+
+/// So many seconds, more where the machine is known to be slow: what takes them must not take for ever.
+pub fn within(seconds: u64) -> Duration {
+    let factor = std::env::var("KEIKI_E2E_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    Duration::from_secs(seconds * factor)
+}
 
 /// What every test gets.
 pub struct World {
@@ -72,10 +79,11 @@ async fn run() -> Result<bool> {
     let (mut passed, mut failed) = (0, Vec::new());
     for (name, test) in chosen {
         let begun = Instant::now();
-        let run = AssertUnwindSafe(tokio::time::timeout(TEST_LIMIT, test(Arc::clone(&world)))).catch_unwind();
+        let run = AssertUnwindSafe(tokio::time::timeout(within(TEST_LIMIT), test(Arc::clone(&world))))
+            .catch_unwind();
         let outcome = match run.await {
             Ok(Ok(done)) => done,
-            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", TEST_LIMIT.as_secs())),
+            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", within(TEST_LIMIT).as_secs())),
             Err(_) => Err(anyhow::anyhow!("it panicked")),
         };
         let took = begun.elapsed().as_secs_f64();
