@@ -56,6 +56,9 @@ pub struct NodeArgs {
     /// Where kernels and root disks made from packages are kept [default: in the data directory]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
+    /// Where templates of your own are, NAME.toml each [default: /etc/keiki/templates]
+    #[arg(long, value_name = "DIR")]
+    pub templates_dir: Option<PathBuf>,
     /// Size of the store's own file system, where one has to be made [default: half of what is free, 4 to 64]
     #[arg(long, value_name = "GIB")]
     pub store_gib: Option<u64>,
@@ -68,6 +71,9 @@ pub struct NodeArgs {
     /// Private network that sandboxes may reach, as a CIDR; may be given several times
     #[arg(long, value_name = "NETWORK")]
     pub egress_allow: Vec<String>,
+    /// Domain of previews, whose names lead to this node [default: localhost]
+    #[arg(long, value_name = "DOMAIN")]
+    pub preview_suffix: Option<String>,
     /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
     #[arg(long, value_name = "ADDRESS")]
     pub dns: Vec<SocketAddr>,
@@ -128,10 +134,12 @@ struct File {
     vmm_binary: Option<PathBuf>,
     sharing_scope: Option<Scope>,
     cache_dir: Option<PathBuf>,
+    templates_dir: Option<PathBuf>,
     store_gib: Option<u64>,
     memory_limit_mib: Option<u64>,
     seats_ahead: Option<usize>,
     egress_allow: Option<Vec<String>>,
+    preview_suffix: Option<String>,
     dns: Option<Vec<SocketAddr>>,
     ephemeral: Option<bool>,
     log_format: Option<LogFormat>,
@@ -197,10 +205,17 @@ impl NodeArgs {
             slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
             guest_binary,
             cache_dir: self.cache_dir.or(file.cache_dir).or(defaults.cache_dir),
+            templates_dir: self.templates_dir.or(file.templates_dir).or(defaults.templates_dir),
             store_gib: self.store_gib.or(file.store_gib).or(defaults.store_gib),
             memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
             seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
             egress_allow: listed(self.egress_allow, file.egress_allow, defaults.egress_allow),
+            preview_suffix: need(
+                "preview_suffix",
+                self.preview_suffix,
+                file.preview_suffix,
+                defaults.preview_suffix,
+            )?,
             dns: listed(self.dns, file.dns, defaults.dns),
             ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
         };
@@ -263,7 +278,7 @@ mod tests {
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
         let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
-                    memory_limit_mib seats_ahead egress_allow dns ephemeral";
+                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {

@@ -201,7 +201,8 @@ impl Vm {
         })
     }
 
-    /// Puts interrupt controllers back. The clock is set by [`Vm::set_clock`], last.
+    /// Puts interrupt controllers back, after the vCPUs: an interrupt that is pending there goes to a local APIC at once,
+    /// and would be lost in one that is overwritten later. The clock is set by [`Vm::set_clock`], last.
     ///
     /// # Errors
     /// If the state is not one of these parts, and those of the calls.

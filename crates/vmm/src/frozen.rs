@@ -277,6 +277,17 @@ mod tests {
         assert_eq!(file(&parts()), bytes);
     }
 
+    /// A file that an earlier build wrote. A change that breaks it needs a new version of what it changes.
+    #[test]
+    fn the_first_version_is_still_read() {
+        let file = include_bytes!("../../../fuzz/seeds/frozen/version-1");
+        let frozen = Frozen::from_bytes(file).unwrap();
+        assert_eq!(frozen.config.shape, Shape { vcpus: 2, memory_mib: 64 });
+        assert_eq!((frozen.vcpus[1].id, &frozen.vcpus[1].msrs[..]), (1, &[(0x10, 5)][..]));
+        assert_eq!(frozen.devices[0].kind, "thing");
+        assert_eq!(frozen.to_bytes().unwrap(), file);
+    }
+
     #[test]
     fn every_part_says_what_it_is() {
         let names = [MACHINE, CPU, VM, VCPU, VCPU];

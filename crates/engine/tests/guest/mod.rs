@@ -239,9 +239,9 @@ const INIT: &str = r#"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
-for m in virtio_mmio virtio_blk virtio-rng failover net_failover virtio_net; do insmod /m/$m.ko; done
+for m in virtio_mmio virtio_blk virtio-rng virtio_balloon failover net_failover virtio_net; do insmod /m/$m.ko; done
 echo init
-(n=0; while :; do n=$((n+1)); echo $n > /tmp/n; echo "tick $n"; sleep 0.1; done) &
+(n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; echo "tick $n"; sleep 0.1; done) &
 while :; do
   for p in /sys/class/virtio-ports/*; do
     [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/$(basename $p)
@@ -267,6 +267,7 @@ fn initramfs(package: &Path) -> Result<Vec<u8>> {
         "drivers/virtio/virtio_mmio",
         "drivers/block/virtio_blk",
         "drivers/char/hw_random/virtio-rng",
+        "drivers/virtio/virtio_balloon",
         "net/core/failover",
         "drivers/net/net_failover",
         "drivers/net/virtio_net",

@@ -271,9 +271,14 @@ impl Place {
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
         let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
         assert_eq!(answer.pid, thawed.pid, "somebody else answered");
-        let process = Process::open(thawed.pid).unwrap().unwrap();
-        let client = Client::connect(&files.socket)?;
-        Ok((Monitor { process, client, files: Some(files), ram: None }, thawed))
+        Ok((self.adopt(thawed.pid, files), thawed))
+    }
+
+    /// A machine that was forked off by somebody, by its number and files.
+    pub fn adopt(&self, pid: u32, files: Files) -> Monitor {
+        let process = Process::open(pid).unwrap().unwrap();
+        let client = Client::connect(&files.socket).unwrap();
+        Monitor { process, client, files: Some(files), ram: None }
     }
 
     pub fn thaw(&self, zygote: &mut Monitor) -> Monitor {
