@@ -3,7 +3,7 @@
 PREFIX ?= /usr/local
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lab bench bench-vmm setup build install check fmt doc clean
+.PHONY: help demo test test-all test-lab bench bench-lab bench-vmm setup build install check fmt doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,6 +22,10 @@ test-lab: ## the kvm engine with real Linux guests, also where there is no hardw
 
 bench: ## measure this machine into bench.json
 	@scripts/bench.sh
+
+bench-lab: ## measure what forking saves with real guests of our monitor, into bench-lab.json
+	@scripts/test.sh setup build template
+	@scripts/lab.sh bench
 
 bench-vmm: ## measure our monitor's fork, with a guest of a few bytes, into bench-vmm.json
 	@KEIKI_BENCH_VMM=$(CURDIR)/bench-vmm.json cargo bench --locked -p keiki-vmm --bench monitor

@@ -11,6 +11,7 @@
 //! | `KEIKI_E2E_BIN` | directory with `keiki` and `keiki-guest` | beside this program |
 //! | `KEIKI_E2E_RANGE` | second byte of the first node's slots, so that runs beside each other do not collide | 213 |
 //! | `KEIKI_ENGINE` | which engine the nodes run | `qemu` |
+//! | `KEIKI_E2E_PATIENCE` | limits of time are multiplied by this | 1 |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
 
 mod names;
@@ -29,9 +30,15 @@ use std::{
 };
 
 /// No test may take longer.
-const TEST_LIMIT: Duration = Duration::from_secs(300);
+const TEST_LIMIT: u64 = 300;
 /// In a long run.
-const LONG_TEST_LIMIT: Duration = Duration::from_secs(3600);
+const LONG_TEST_LIMIT: u64 = 3600;
+
+/// So many seconds, more where the machine is known to be slow: what takes them must not take for ever.
+pub fn within(seconds: u64) -> Duration {
+    let factor = std::env::var("KEIKI_E2E_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    Duration::from_secs(seconds * factor)
+}
 
 /// What every test gets.
 pub struct World {
@@ -73,7 +80,8 @@ async fn run() -> Result<bool> {
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });
 
-    let limit = if std::env::var_os("KEIKI_E2E_LONG").is_some() { LONG_TEST_LIMIT } else { TEST_LIMIT };
+    let limit =
+        within(if std::env::var_os("KEIKI_E2E_LONG").is_some() { LONG_TEST_LIMIT } else { TEST_LIMIT });
     let (mut passed, mut failed) = (0, Vec::new());
     for (name, test) in chosen {
         let begun = Instant::now();

@@ -1,5 +1,6 @@
 //! A node process of the tests' own.
 
+use crate::within;
 use anyhow::{Context, Result, bail, ensure};
 use keiki_client::Client;
 use keiki_types::api::BuildTemplate;
@@ -18,8 +19,8 @@ use tokio::{
 /// Each node of a run gets a network of its own: 10.213.0.0/16 and on.
 const FIRST_RANGE: u8 = 213;
 static NEXT_RANGE: AtomicU8 = AtomicU8::new(0);
-const START_LIMIT: Duration = Duration::from_secs(60);
-const STOP_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: u64 = 60;
+const STOP_LIMIT: u64 = 60;
 
 /// Where the tests find and put things.
 #[derive(Debug, Clone)]
@@ -165,7 +166,7 @@ impl Node {
             .spawn()?;
         let out = child.stdout.take().context("no output of the node")?;
         let mut lines = BufReader::new(out).lines();
-        let first = tokio::time::timeout(START_LIMIT, lines.next_line())
+        let first = tokio::time::timeout(within(START_LIMIT), lines.next_line())
             .await
             .context("the node did not start")??;
         let first = first.with_context(|| format!("the node ended: {}", tail(&home.join("node.log"))))?;
@@ -266,7 +267,7 @@ impl Node {
         let pid = self.child.id().context("the node has ended already")?;
         let pid = rustix::process::Pid::from_raw(i32::try_from(pid)?).context("no pid")?;
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
-        let stopped = tokio::time::timeout(STOP_LIMIT, self.child.wait()).await;
+        let stopped = tokio::time::timeout(within(STOP_LIMIT), self.child.wait()).await;
         let status = stopped.context("the node did not stop")??;
         ensure!(status.success(), "the node ended with {status}: {}", tail(&home.join("node.log")));
         let begun = Instant::now();
@@ -275,7 +276,7 @@ impl Node {
             if traces == Traces::default() {
                 break;
             }
-            if begun.elapsed() > Duration::from_secs(5) {
+            if begun.elapsed() > within(5) {
                 bail!("left behind: {traces:?}");
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -294,7 +295,7 @@ impl Drop for Node {
         let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) else { return };
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         let begun = Instant::now();
-        while begun.elapsed() < STOP_LIMIT && matches!(self.child.try_wait(), Ok(None)) {
+        while begun.elapsed() < within(STOP_LIMIT) && matches!(self.child.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(50));
         }
     }

@@ -1,16 +1,12 @@
 //! Commands.
 
 use super::refused;
-use crate::{World, sandbox::Sandbox};
+use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Result, ensure};
 use futures::{StreamExt, future::try_join_all};
 use keiki_client::ExecEvent;
 use keiki_types::api::ExecRequest;
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 pub async fn streams_exit_codes_and_surroundings(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
@@ -64,7 +60,7 @@ pub async fn a_timeout_kills_everything_it_started(world: Arc<World>) -> Result<
     };
     let answer = sandbox.client.exec(sandbox.id, &request).await;
     ensure!(answer.as_ref().is_err_and(keiki_client::Error::is_timeout), "{answer:?}");
-    ensure!(begun.elapsed() < Duration::from_secs(4), "it took {:?}", begun.elapsed());
+    ensure!(begun.elapsed() < within(4), "it took {:?}", begun.elapsed());
     ensure!(sandbox.exec("pgrep -f 'sleep 9876[5]'").await?.exit_code == 1, "something survived the timeout");
     Ok(())
 }
@@ -73,7 +69,7 @@ pub async fn a_background_child_does_not_hold_the_call(world: Arc<World>) -> Res
     let sandbox = Sandbox::create(&world.node.client).await?;
     let begun = Instant::now();
     ensure!(sandbox.sh("sleep 4321 & echo started").await? == "started", "its output");
-    ensure!(begun.elapsed() < Duration::from_secs(3), "the child held the call for {:?}", begun.elapsed());
+    ensure!(begun.elapsed() < within(3), "the child held the call for {:?}", begun.elapsed());
     ensure!(sandbox.exec("pgrep -f 'sleep 432[1]'").await?.exit_code == 0, "the child was killed");
     Ok(())
 }

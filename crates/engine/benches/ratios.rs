@@ -1,0 +1,185 @@
+//! Two things of one run against each other, with real guests: `make bench-lab`. Writes `bench-lab.json`, in the shape of
+//! `keiki bench`. Where the machine is emulated the times say nothing; the ratios say what forking saves.
+//!
+//! - `create_vs_cold_boot`: boot to first guest output, over thaw of a resident template to first guest output
+//! - `pause_vs_full_copy`: writing all of a machine's memory to a file, over how long its vCPUs stood still in a freeze
+//! - `pause_growth_256m_1g`: that pause with 1 GiB of memory, over the same with 256 MiB, equal parts of it written to
+
+#[path = "../tests/guest/mod.rs"]
+mod guest;
+
+use anyhow::{Context, Result, ensure};
+use guest::{Guest, Lab, lab};
+use keiki_engine::{BootSpec, Machine};
+use keiki_types::Shape;
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File},
+    io::Write,
+    time::{Duration, Instant},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+    time::timeout,
+};
+
+const BOOTS: usize = 3;
+const SAMPLES: usize = 10;
+const DIRTY_MIB: u32 = 64;
+/// How often the guest is asked until it answers: what came before it looked at its port is lost.
+const ASK: Duration = Duration::from_millis(5);
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn shape(memory_mib: u32) -> Shape {
+    Shape { memory_mib, ..guest::SHAPE }
+}
+
+/// Asks a shell in the guest until it answers.
+async fn first_output(machine: &dyn Machine) -> Result<()> {
+    let mut stream = UnixStream::connect(machine.agent_socket()).await?;
+    let mark = format!("<<{}>>", machine.resources().dir.display());
+    let question = format!("echo '{mark}'\n");
+    let asking = async {
+        let (mut seen, mut buffer) = (Vec::<u8>::new(), [0_u8; 4096]);
+        loop {
+            stream.write_all(question.as_bytes()).await?;
+            if let Ok(count) = timeout(ASK, stream.read(&mut buffer)).await {
+                let count = count?;
+                ensure!(count > 0, "the agent port closed");
+                seen.extend(buffer.iter().take(count));
+                if seen.windows(mark.len()).any(|bytes| bytes == mark.as_bytes()) {
+                    return Ok(());
+                }
+            }
+        }
+    };
+    timeout(PATIENCE, asking).await.context("the guest does not answer")?
+}
+
+async fn boot(lab: &Lab, memory_mib: u32) -> Result<(Box<dyn Machine>, f64)> {
+    let spec = BootSpec { shape: shape(memory_mib), ..lab.spec() };
+    let resources = lab.resources()?;
+    let begun = Instant::now();
+    let machine = lab.engine.boot(&spec, resources).await?;
+    first_output(machine.as_ref()).await?;
+    Ok((machine, ms(begun.elapsed())))
+}
+
+async fn boots(lab: &Lab) -> Result<Vec<f64>> {
+    let mut samples = Vec::new();
+    for _ in 0..BOOTS {
+        let (machine, took) = boot(lab, 256).await?;
+        samples.push(took);
+        machine.stop().await?;
+    }
+    Ok(samples)
+}
+
+async fn creates(lab: &Lab) -> Result<Vec<f64>> {
+    let (template, _) = boot(lab, 256).await?;
+    let image = lab.engine.image(&lab.fresh("f")?, shape(256)).await?;
+    let (frozen, _) = template.freeze(image).await?;
+    template.stop().await?;
+    let mut samples = Vec::new();
+    for _ in 0..SAMPLES {
+        let resources = lab.resources()?;
+        let begun = Instant::now();
+        let seat = lab.engine.seat(frozen.image(), resources).await?;
+        let (machine, _) = frozen.thaw(seat).await?;
+        first_output(machine.as_ref()).await?;
+        samples.push(ms(begun.elapsed()));
+        machine.stop().await?;
+    }
+    Ok(samples)
+}
+
+async fn pauses(lab: &Lab, memory_mib: u32) -> Result<Vec<f64>> {
+    let (machine, _) = boot(lab, memory_mib).await?;
+    let mut guest = Guest::connect(machine).await?;
+    let fill = format!("dd if=/dev/zero of=/tmp/dirty bs=1M count={DIRTY_MIB} 2>/dev/null");
+    let mut samples = Vec::new();
+    for _ in 0..SAMPLES {
+        guest.sh(&fill).await?;
+        let image = lab.engine.image(&lab.fresh("f")?, shape(memory_mib)).await?;
+        let (_, report) = guest.machine.freeze(image).await?;
+        samples.push(ms(report.vcpu_pause));
+    }
+    guest.machine.stop().await?;
+    Ok(samples)
+}
+
+/// What a snapshot that copies all of memory cannot do without.
+fn full_copies(lab: &Lab) -> Result<Vec<f64>> {
+    let memory = vec![0x5a_u8; 256 << 20];
+    let path = lab.dir.path().join("copy");
+    let mut samples = Vec::new();
+    for _ in 0..BOOTS {
+        let begun = Instant::now();
+        let mut file = File::create(&path)?;
+        file.write_all(&memory)?;
+        file.sync_all()?;
+        samples.push(ms(begun.elapsed()));
+    }
+    Ok(samples)
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+/// The nearest-rank percentile.
+fn percentile(samples: &[f64], percent: usize) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[(percent * sorted.len()).div_ceil(100).max(1) - 1]
+}
+
+fn measured(name: &str, unit: &str, params: &Value, samples: &[f64]) -> Value {
+    let at = |percent| percentile(samples, percent);
+    json!({"name": name, "params": params, "n": samples.len(), "p50": at(50), "p90": at(90), "p99": at(99),
+        "unit": unit})
+}
+
+async fn run(lab: &Lab) -> Result<Value> {
+    let (boots, creates) = (boots(lab).await?, creates(lab).await?);
+    let (small, large) = (pauses(lab, 256).await?, pauses(lab, 1024).await?);
+    let copies = full_copies(lab)?;
+    let of = |over: &[f64], under: &[f64]| percentile(over, 50) / percentile(under, 50);
+    let ratio = |name: &str, value: f64| measured(name, "ratio", &json!({}), &[value]);
+    let params = |mib: u32| json!({"memory_mib": mib, "dirty_mib": DIRTY_MIB});
+    let results = [
+        ratio("create_vs_cold_boot", of(&boots, &creates)),
+        ratio("pause_vs_full_copy", of(&copies, &small)),
+        ratio("pause_growth_256m_1g", of(&large, &small)),
+        measured("cold_boot_first_output", "ms", &json!({"memory_mib": 256}), &boots),
+        measured("create_first_output", "ms", &json!({"memory_mib": 256}), &creates),
+        measured("fork_pause", "ms", &params(256), &small),
+        measured("fork_pause", "ms", &params(1024), &large),
+        measured("full_copy", "ms", &json!({"memory_mib": 256}), &copies),
+    ];
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let cpu = read("/proc/cpuinfo");
+    let model =
+        cpu.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(": "));
+    let machine = json!({"cpu": model.map_or("", |(_, name)| name),
+        "cores": std::thread::available_parallelism().map_or(1, usize::from),
+        "kernel": read("/proc/sys/kernel/osrelease").trim()});
+    Ok(json!({"machine": machine, "engine": "kvm", "results": results}))
+}
+
+fn main() -> Result<()> {
+    // Built and run with the tests too, which want no numbers.
+    let Some(path) = std::env::var_os("KEIKI_BENCH_LAB") else {
+        eprintln!("skipped: KEIKI_BENCH_LAB does not say where the results go");
+        return Ok(());
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let report = runtime.block_on(async {
+        let lab = lab()?.context("there is no guest to measure with")?;
+        run(&lab).await
+    })?;
+    fs::write(path, format!("{report:#}\n"))?;
+    println!("{report:#}");
+    Ok(())
+}
