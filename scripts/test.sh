@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e conformance sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -67,18 +67,34 @@ with_reflinks() {
 
 # One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
-    KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
+    ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
+}
+
+# The committed document against a live node: 75 seconds of it, or ten minutes.
+stage_conformance() {
+    local schemathesis=$STATE/venv-conformance/bin/schemathesis
+    if ! "$schemathesis" --version >/dev/null 2>&1; then
+        rm -rf "$STATE/venv-conformance"
+        python3 -m venv "$STATE/venv-conformance"
+        "$STATE/venv-conformance/bin/pip" install -q --disable-pip-version-check schemathesis
+    fi
+    start_node conformance "$OUT_DEV"
+    "$OUT_DEV/keiki" template build base
+    python3 openapi/conformance/run.py "$schemathesis" "$KEIKI_URL" ${KEIKI_TEST_ALL:+600}
+    stop_node
 }
 
 stage_sdk() {
     [ -d sdk/python ] || { say "skipped: sdk/python is not there"; return 0; }
     local python=$STATE/venv/bin/python
-    if ! "$python" -c 'import pytest' 2>/dev/null; then
+    if ! "$python" -c 'import pytest, httpx, mypy, ruff' 2>/dev/null; then
         rm -rf "$STATE/venv"
         python3 -m venv "$STATE/venv"
-        "$python" -m pip install -q --disable-pip-version-check pytest
+        "$python" -m pip install -q --disable-pip-version-check pytest httpx mypy ruff
     fi
+    "$python" -m ruff check -q sdk/python
+    "$python" -m ruff format -q --check sdk/python
     KEIKI_BIN=$OUT_DEV/keiki KEIKI_GUEST=$OUT_DEV/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
 }
 

@@ -49,6 +49,11 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
+    /// A program under test.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
     /// A small file for a test; returns its path.
     pub fn file(&self, name: &str, contents: &str) -> Result<String> {
         let path = self.root.join(name);

@@ -71,6 +71,9 @@ pub struct NodeArgs {
     /// Private network that sandboxes may reach, as a CIDR; may be given several times
     #[arg(long, value_name = "NETWORK")]
     pub egress_allow: Vec<String>,
+    /// Domain of previews, whose names lead to this node [default: localhost]
+    #[arg(long, value_name = "DOMAIN")]
+    pub preview_suffix: Option<String>,
     /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
     #[arg(long, value_name = "ADDRESS")]
     pub dns: Vec<SocketAddr>,
@@ -136,6 +139,7 @@ struct File {
     memory_limit_mib: Option<u64>,
     seats_ahead: Option<usize>,
     egress_allow: Option<Vec<String>>,
+    preview_suffix: Option<String>,
     dns: Option<Vec<SocketAddr>>,
     ephemeral: Option<bool>,
     log_format: Option<LogFormat>,
@@ -206,6 +210,12 @@ impl NodeArgs {
             memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
             seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
             egress_allow: listed(self.egress_allow, file.egress_allow, defaults.egress_allow),
+            preview_suffix: need(
+                "preview_suffix",
+                self.preview_suffix,
+                file.preview_suffix,
+                defaults.preview_suffix,
+            )?,
             dns: listed(self.dns, file.dns, defaults.dns),
             ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
         };
@@ -268,7 +278,7 @@ mod tests {
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
         let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
-                    templates_dir memory_limit_mib seats_ahead egress_allow dns ephemeral";
+                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {

@@ -187,6 +187,11 @@ pub trait Machine: Send + Sync {
     /// Host memory behind it.
     async fn memory(&self) -> Result<MemoryUse>;
 
+    /// CPU time that its monitor has used. None: this engine does not measure it.
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        Ok(None)
+    }
+
     /// Unix stream socket of the agent port. One connection at a time.
     fn agent_socket(&self) -> PathBuf;
 

@@ -2,6 +2,7 @@
 
 use super::{
     Host,
+    chain::Shortening,
     control::{ANSWER, Control, failed},
     frozen::KvmFrozen,
     ground::{Ground, kvm},
@@ -21,12 +22,7 @@ use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Ro
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
-use std::{
-    fs::File,
-    os::fd::OwnedFd,
-    path::PathBuf,
-    sync::{Arc, atomic::AtomicBool},
-};
+use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 use tokio::sync::Mutex;
 
 /// The handle that the node holds.
@@ -39,8 +35,7 @@ pub(super) struct Running {
     pub(super) resources: Resources,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
-    /// Somebody makes its disk chain shorter.
-    pub(super) shortening: AtomicBool,
+    pub(super) shortening: Shortening,
 }
 
 impl Running {
@@ -138,7 +133,7 @@ pub(super) async fn assemble(
         resources: resources.clone(),
         shape: record.shape,
         record: Mutex::new(record),
-        shortening: AtomicBool::new(false),
+        shortening: Shortening::default(),
     })))
 }
 
@@ -172,6 +167,7 @@ impl Machine for KvmMachine {
     async fn stop(&self) -> Result<()> {
         // Killed before the lock is asked for: a freeze that is under way fails and lets go.
         self.0.monitor.watched.kill().await?;
+        self.0.shortening.stop().await;
         let _record = self.0.record.lock().await;
         let resources = self.0.resources.clone();
         blocking(move || clear(&resources)).await
@@ -185,6 +181,11 @@ impl Machine for KvmMachine {
     async fn memory(&self) -> Result<MemoryUse> {
         let (pid, shape) = (self.0.monitor.pid(), self.0.shape);
         blocking(move || super::memory::memory_use(pid, shape)).await.map_err(|error| self.0.explain(error))
+    }
+
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        keiki_sys::process::cpu_time(self.0.monitor.pid())
+            .map_err(EngineError::at("read the CPU time of", std::path::Path::new("its monitor")))
     }
 
     fn agent_socket(&self) -> PathBuf {

@@ -187,6 +187,13 @@ impl Machine for QemuMachine {
         blocking(move || memory::memory_use(pid, &base, guest)).await.map_err(|error| self.0.explain(error))
     }
 
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        let pid = self.0.monitor.process.pid();
+        keiki_sys::process::cpu_time(pid).map_err(|error| {
+            EngineError::at("read the CPU time of", std::path::Path::new("its monitor"))(error)
+        })
+    }
+
     fn agent_socket(&self) -> PathBuf {
         args::Sockets::of(&self.0.resources).agent
     }

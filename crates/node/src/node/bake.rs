@@ -55,7 +55,7 @@ impl Inner {
         build: &Building,
     ) -> Result<TemplateRecord> {
         let _ticket = self.admission.admit(recipe.shape, 1)?;
-        self.check_free((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
+        let _room = self.reserve_disk((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
         let boot = BootSpec {
             shape: recipe.shape,
             kernel: recipe.parts.kernel.bzimage.clone(),
@@ -81,7 +81,7 @@ impl Inner {
         self.end_machine(id, machine.as_ref(), Some(slot)).await;
         clock.lap("stop");
         if record.is_ok() {
-            super::log_done("bake", &recipe.spec.name, &clock.timings());
+            self.done("bake", &recipe.spec.name, &clock.timings());
         }
         record
     }

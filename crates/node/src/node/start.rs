@@ -1,11 +1,15 @@
 //! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
-use super::{Config, Inner, Node, sources::Sources, sweep, template::Templates};
+use super::{Config, Inner, Node, observe::Measured, sources::Sources, sweep, template::Templates};
 use crate::{
-    admission::Admission,
+    admission::{Admission, DiskRoom},
     error::{Error, Result},
+    events::Events,
     guest::GuestLink,
+    locks::Locks,
+    metrics::Metrics,
+    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
@@ -13,7 +17,7 @@ use crate::{
 use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
 use keiki_sys::failpoint;
-use keiki_types::{EngineKind, SandboxId, Status};
+use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
@@ -53,6 +57,9 @@ impl Node {
 
     async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
+        let events = Events::open(&store.events())?;
+        let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
+        let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
         let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
@@ -61,21 +68,28 @@ impl Node {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
-            trusts_all: config.api_keys.is_empty() && is_loopback(&config.listen).await,
+            trusts_all,
             config,
             records,
             store,
             engine,
             slots,
             admission,
+            room: DiskRoom::default(),
+            metrics: Metrics::default(),
+            measured: Measured::default(),
+            events,
+            previews,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
+            requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
+        tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })
     }
 
@@ -99,6 +113,7 @@ impl Node {
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
         }
+        inner.events.flush().await;
         if !inner.config.ephemeral {
             return;
         }
@@ -205,6 +220,9 @@ impl Inner {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
                 failpoint::reach("adopt");
+                if record.status == Status::Running {
+                    self.tell(record.id, EventKind::Running, |_| {});
+                }
                 self.adopt_live(record, live);
                 Ok(())
             }
@@ -267,6 +285,7 @@ impl Inner {
     async fn recover_failed(self: &Arc<Self>, record: SandboxRecord, why: String) -> Result<()> {
         tracing::warn!(id = %record.id, why, "a sandbox was lost");
         self.end_leftovers(record.id).await?;
+        self.tell(record.id, EventKind::Failed, |event| event.reason = Some(why.clone()));
         let failed = SandboxRecord { status: Status::Failed, slot: None, error: Some(why), ..record };
         self.records.put(vec![failed.clone()]).await?;
         self.list_it(Sandbox::new(failed, None));

@@ -152,6 +152,18 @@ impl Templates {
         Some(lines.flatten().boxed())
     }
 
+    /// Monitors that wait for a create, by template.
+    pub(super) fn prestarted(&self) -> Vec<(String, usize)> {
+        let state = self.state();
+        let mut all: Vec<_> = state
+            .baked
+            .values()
+            .map(|baked| (baked.record.name.clone(), baked.places().ready.len()))
+            .collect();
+        all.sort();
+        all
+    }
+
     fn current(&self, name: &str) -> Option<Arc<Baked>> {
         self.state().baked.get(name).cloned()
     }
