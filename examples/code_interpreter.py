@@ -1,7 +1,7 @@
 """A code interpreter: every request gets a machine of its own, made for it and gone after it.
 
-The template has the data stack imported already, in a process that waits. A request is a fork of that process in a
-copy of that machine: it sees nothing of other requests, and it waits for no import.
+The template has the data stack imported already, in a process that waits. A request is a fork of that
+process in a copy of that machine: it sees nothing of other requests, and it waits for no import.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def answer(code: str) -> tuple[str, bytes | None]:
         made = time.monotonic()
         result = sandbox.exec(["warm-python", "-c", code], timeout_seconds=60)
         ran = time.monotonic()
-        picture = sandbox.filesystem.read("/tmp/plot.png") if sandbox.filesystem.exists("/tmp/plot.png") else None
+        files = sandbox.filesystem
+        picture = files.read("/tmp/plot.png") if files.exists("/tmp/plot.png") else None
         said = (result.stdout or result.stderr.strip().rpartition("\n")[2]).strip()
     print(f"  create {(made - begun) * 1000:.0f} ms, run {(ran - made) * 1000:.0f} ms: {said}")
     return said, picture

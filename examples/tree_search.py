@@ -1,8 +1,8 @@
 """An agent's tree search: fork a running machine, try each move in a copy of it, keep the best copies.
 
-The world is a sliding puzzle inside a process of the sandbox. It is in that process's memory and nowhere else, it
-cannot be copied, saved or undone: only the whole machine can be forked. What a model would judge is judged here by
-counting how far the tiles are from their places.
+The world is a sliding puzzle inside a process of the sandbox. It is in that process's memory and nowhere
+else, it cannot be copied, saved or undone: only the whole machine can be forked. What a model would judge is
+judged here by counting how far the tiles are from their places.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ while True:
     with open("/run/tell", "w") as tell:
         print(away, *filter(legal, steps), file=tell)
 """
+#: Leaves it running, and waits until it listens.
+START = "setsid python3 /root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done"
 MOST_ROUNDS = 8
 #: Copies that are searched on from.
 WIDTH = 2
@@ -51,7 +53,7 @@ def main() -> None:
     forked, fork_ms = 0, 0.0
     try:
         root.filesystem.write("/root/world.py", WORLD)
-        root.exec("setsid python3 /root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done")
+        root.exec(START, timeout_seconds=60, check=True)
         away, moves = ask(root, "look")
         best = [(away, root, moves, "")]
         for number in range(1, MOST_ROUNDS + 1):
@@ -66,9 +68,9 @@ def main() -> None:
                     tried.append((*ask(child, move), child, f"{path} {move}"))
             tried.sort(key=lambda one: one[0])
             best = [(away, child, moves, path) for away, moves, child, path in tried[:WIDTH]]
-            for lost in [one for key, one in living.items() if key not in {child.id for _, child, *_ in best}]:
-                lost.kill()
-                del living[lost.id]
+            kept = {child.id for _, child, *_ in best}
+            for lost in [key for key in living if key not in kept]:
+                living.pop(lost).kill()
             print(f"round {number}: {len(tried)} tried, the best is {best[0][0]} away:{best[0][3]}")
             if best[0][0] == 0:
                 break

@@ -26,6 +26,7 @@ use std::{
     path::{Path, PathBuf},
     process::Stdio,
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 /// A socket's path has at most 107 bytes; this much comes after the run directory.
@@ -33,6 +34,8 @@ const LONGEST_SOCKET_SUFFIX: usize = 1 + 32 + 1 + 16;
 const LONGEST_SOCKET_PATH: usize = 107;
 /// Space that stays free for what must always succeed: records, logs, metadata of the file system.
 const RESERVE_BYTES: u64 = 256 << 20;
+/// How long the lock of a directory is asked for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The directories of a node.
 #[derive(Debug, Clone)]
@@ -300,16 +303,25 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Two nodes on one directory would each remove what the other made. The lock ends with the process.
+/// Two nodes on one directory would each remove what the other made. The lock ends with the process; one that was
+/// killed while it started a monitor leaves it, for a moment, to that child, which lets go when it executes.
 fn lock(dir: &Path) -> anyhow::Result<fs::File> {
     let path = dir.join("lock");
     let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
     let file = file.with_context(|| format!("cannot open {}", path.display()))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => anyhow::bail!("another node is running on {}", dir.display()),
-        Err(fs::TryLockError::Error(error)) => {
-            Err(error).with_context(|| format!("cannot lock {}", path.display()))
+    let begun = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(fs::TryLockError::WouldBlock) if begun.elapsed() < LOCK_PATIENCE => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(fs::TryLockError::WouldBlock) => {
+                anyhow::bail!("another node is running on {}", dir.display())
+            }
+            Err(fs::TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
         }
     }
 }
@@ -378,7 +390,7 @@ async fn run(tool: &str, args: &[&std::ffi::OsStr]) -> anyhow::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::lock;
+    use super::{Duration, lock};
 
     #[test]
     fn a_directory_has_one_node() -> anyhow::Result<()> {
@@ -386,7 +398,12 @@ mod tests {
         let first = lock(dir.path())?;
         let refused = lock(dir.path()).err().map(|error| error.to_string()).unwrap_or_default();
         assert!(refused.starts_with("another node is running on"), "{refused}");
-        drop(first);
-        lock(dir.path()).map(drop)
+        // What a killed node leaves it to lets go soon.
+        let soon = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            drop(first);
+        });
+        lock(dir.path())?;
+        soon.join().map_err(|_| anyhow::anyhow!("it panicked"))
     }
 }
