@@ -30,6 +30,9 @@ stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
 stage_template() {
+    # Its output is kept apart: others read from this stage's which parts there are.
+    quietly code-interpreter cargo run --locked -q -p keiki-image --example build -- \
+        "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" code-interpreter
     cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
     KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE cargo test --locked -q -p keiki-image --test build
 }
@@ -85,11 +88,13 @@ stage_conformance() {
 stage_sdk() {
     [ -d sdk/python ] || { say "skipped: sdk/python is not there"; return 0; }
     local python=$STATE/venv/bin/python
-    if ! "$python" -c 'import pytest' 2>/dev/null; then
+    if ! "$python" -c 'import pytest, httpx, mypy, ruff' 2>/dev/null; then
         rm -rf "$STATE/venv"
         python3 -m venv "$STATE/venv"
-        "$python" -m pip install -q --disable-pip-version-check pytest
+        "$python" -m pip install -q --disable-pip-version-check pytest httpx mypy ruff
     fi
+    "$python" -m ruff check -q sdk/python
+    "$python" -m ruff format -q --check sdk/python
     KEIKI_BIN=$OUT_DEV/keiki KEIKI_GUEST=$OUT_DEV/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
 }
 

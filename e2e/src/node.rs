@@ -49,9 +49,15 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
+    /// A program under test.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
     /// A small file for a test; returns its path.
     pub fn file(&self, name: &str, contents: &str) -> Result<String> {
         let path = self.root.join(name);
+        fs::create_dir_all(path.parent().unwrap_or(&path))?;
         fs::write(&path, contents)?;
         Ok(path.to_string_lossy().into_owned())
     }
@@ -128,11 +134,11 @@ impl Node {
         // What a failed run left would be found again.
         match fs::remove_dir_all(places.root.join(&options.name)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Self::spawn(places, options).await,
+            _ => Self::spawn(places, options, None).await,
         }
     }
 
-    async fn spawn(places: &Places, options: Options) -> Result<Self> {
+    async fn spawn(places: &Places, options: Options, fail: Option<&str>) -> Result<Self> {
         let home = places.root.join(&options.name);
         let (data, run) = (home.join("data"), home.join("run"));
         fs::create_dir_all(&home)?;
@@ -152,6 +158,7 @@ impl Node {
             .arg(places.bin.join("keiki-guest"))
             .args(["--slot-range", &format!("{range}.0.0/16")])
             .args(&options.extra)
+            .envs(fail.map(|fail| ("KEIKI_FAIL", fail)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(log)
@@ -182,14 +189,29 @@ impl Node {
 
     /// Kills the daemon as a crash would.
     pub async fn kill(&mut self) -> Result<()> {
-        self.child.start_kill()?;
-        self.child.wait().await?;
+        if self.child.try_wait()?.is_none() {
+            self.child.start_kill()?;
+            self.child.wait().await?;
+        }
         Ok(())
     }
 
     /// Starts the daemon again after [`Node::kill`].
     pub async fn restart(&self) -> Result<Self> {
-        Self::spawn(&self.places, self.options.clone()).await
+        self.restart_failing(None).await
+    }
+
+    /// Starts it again, to die at a step: `VERB:N`.
+    pub async fn restart_failing(&self, fail: Option<&str>) -> Result<Self> {
+        Self::spawn(&self.places, self.options.clone(), fail).await
+    }
+
+    /// Has the daemon ended by itself, or does it within this time?
+    pub async fn has_died(&mut self, limit: Duration) -> Result<bool> {
+        match tokio::time::timeout(limit, self.child.wait()).await {
+            Ok(ended) => ended.map(|_| true).map_err(Into::into),
+            Err(_) => Ok(self.child.try_wait()?.is_some()),
+        }
     }
 
     /// Deletes all sandboxes and snapshots.
@@ -230,7 +252,7 @@ impl Node {
     fn links(&self) -> Result<usize> {
         let shown = std::process::Command::new("ip").args(["-o", "-4", "addr"]).output()?;
         let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-        Ok(shown.matches(&format!(" {}.", self.range)).count())
+        Ok(shown.lines().filter(|line| line.contains(&format!(" {}.", self.range))).count())
     }
 
     /// The last lines the node logged.

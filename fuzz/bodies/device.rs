@@ -27,6 +27,11 @@ const PLACES: [u64; 8] = [
 const LENGTHS: [u32; 8] = [0, 1, 16, 512, 513, 65_536, 16 << 20, u32::MAX];
 
 pub fn run(data: &[u8]) {
+    used(data);
+}
+
+/// The same. How many chains the device used.
+pub fn used(data: &[u8]) -> u64 {
     let mut bytes = Bytes(data);
     match bytes.u8() % 5 {
         0 => play(&mut bytes, || (machine::block(), None)),
@@ -40,7 +45,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-fn play<D: VirtioDevice>(bytes: &mut Bytes<'_>, make: impl Fn() -> (D, Option<SocketAddr>)) {
+fn play<D: VirtioDevice>(bytes: &mut Bytes<'_>, make: impl Fn() -> (D, Option<SocketAddr>)) -> u64 {
     let (device, mut address) = make();
     let mut driver = if bytes.u8().is_multiple_of(4) {
         Driver::bare(device, support::memory())
@@ -74,10 +79,14 @@ fn play<D: VirtioDevice>(bytes: &mut Bytes<'_>, make: impl Fn() -> (D, Option<So
     }
     drop(host);
     driver.run_some();
+    let index =
+        |queue| driver.memory.read_obj::<u16>(GuestAddress(support::queue_base(queue) + 0x6002)).unwrap();
+    let used = (0..4).map(|queue| u64::from(index(queue))).sum();
     let features = driver.offered();
     driver.negotiate(features);
     driver.run_some();
     assert_eq!(driver.get(support::STATUS), support::RUNNING);
+    used
 }
 
 fn descriptor<D: VirtioDevice>(driver: &mut Driver<D>, queue: usize, bytes: &mut Bytes<'_>) {

@@ -42,10 +42,18 @@ pub enum Command {
     Run(cmd::run::Args),
     /// Run a command in a sandbox; its exit code is passed through
     Exec(cmd::exec::Args),
+    /// List the commands of a sandbox
+    Ps(cmd::ps::Args),
+    /// Read a command that goes on in a sandbox, from its beginning or anywhere
+    Attach(cmd::attach::Args),
+    /// Send a signal to commands in a sandbox
+    Kill(cmd::kill::Args),
     /// Open a terminal in a sandbox
     Shell(cmd::shell::Args),
     /// Copy files and directories between here and a sandbox
     Cp(cmd::cp::Args),
+    /// Carry TCP connections from here to ports in a sandbox
+    Forward(cmd::forward::Args),
     /// List sandboxes
     Ls(cmd::ls::Args),
     /// Show everything about a sandbox or snapshot

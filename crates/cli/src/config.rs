@@ -56,6 +56,9 @@ pub struct NodeArgs {
     /// Where kernels and root disks made from packages are kept [default: in the data directory]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
+    /// Where templates of your own are, NAME.toml each [default: /etc/keiki/templates]
+    #[arg(long, value_name = "DIR")]
+    pub templates_dir: Option<PathBuf>,
     /// Size of the store's own file system, where one has to be made [default: half of what is free, 4 to 64]
     #[arg(long, value_name = "GIB")]
     pub store_gib: Option<u64>,
@@ -131,6 +134,7 @@ struct File {
     vmm_binary: Option<PathBuf>,
     sharing_scope: Option<Scope>,
     cache_dir: Option<PathBuf>,
+    templates_dir: Option<PathBuf>,
     store_gib: Option<u64>,
     memory_limit_mib: Option<u64>,
     seats_ahead: Option<usize>,
@@ -201,6 +205,7 @@ impl NodeArgs {
             slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
             guest_binary,
             cache_dir: self.cache_dir.or(file.cache_dir).or(defaults.cache_dir),
+            templates_dir: self.templates_dir.or(file.templates_dir).or(defaults.templates_dir),
             store_gib: self.store_gib.or(file.store_gib).or(defaults.store_gib),
             memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
             seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
@@ -273,7 +278,7 @@ mod tests {
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
         let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
-                    memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
+                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {

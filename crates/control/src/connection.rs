@@ -104,10 +104,27 @@ impl Client {
         descriptors: &[(Role, BorrowedFd<'_>)],
         patience: Duration,
     ) -> Result<Answer> {
+        self.ask(request, descriptors)?;
+        self.answer(patience)
+    }
+
+    /// Asks only. Several thaws may be under way at once, since each copy answers for itself: as many answers come, in
+    /// any order, and [`crate::Thawed::generation`] says which is which.
+    ///
+    /// # Errors
+    /// If the message cannot be sent.
+    pub fn ask(&mut self, request: &Request, descriptors: &[(Role, BorrowedFd<'_>)]) -> Result<()> {
         let roles: Vec<_> = descriptors.iter().map(|(role, _)| *role).collect();
         let files: Vec<_> = descriptors.iter().map(|(_, file)| *file).collect();
         check(request, &roles)?;
-        send(&self.0, &encode_request(request, &roles)?, &files)?;
+        send(&self.0, &encode_request(request, &roles)?, &files)
+    }
+
+    /// Waits for an answer.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub fn answer(&mut self, patience: Duration) -> Result<Answer> {
         // Zero would mean: without end.
         let patience = patience.max(Duration::from_millis(1));
         set_socket_timeout(&self.0, Timeout::Recv, Some(patience)).map_err(io)?;

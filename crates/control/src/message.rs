@@ -180,6 +180,8 @@ pub struct Frozen {
 pub struct Thawed {
     /// Process id of the machine.
     pub pid: u32,
+    /// That of the request: which of several thaws this is.
+    pub generation: [u8; 16],
     /// In order.
     pub steps: Vec<Step>,
 }

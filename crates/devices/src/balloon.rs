@@ -1,9 +1,8 @@
 //! virtio-balloon: memory that the guest does not use goes back to the host.
 //!
 //! Two ways: the guest reports ranges that are free (free page reporting), by itself and all the time; or the host sets a
-//! target and the guest gives pages up until it is told otherwise (inflate). In both the memory is discarded and reads as
-//! zeroes. How, is the monitor's ([`Discard`]): over a private mapping of a file, `MADV_DONTNEED` would show the file
-//! again.
+//! target and the guest gives pages up until it is told otherwise (inflate). How memory is given back is the monitor's
+//! ([`Discard`]): over a private mapping of a file, `MADV_DONTNEED` would show the file again.
 
 use crate::{
     Memory, State, StateError,
@@ -16,7 +15,7 @@ use vm_memory::{Address, GuestAddress, GuestMemoryBackend};
 
 /// What gives memory back.
 pub trait Discard: Send {
-    /// Makes this range read as zeroes without taking memory. It is whole pages within RAM.
+    /// Gives back what it can of this range, which is whole pages within RAM. What it gives back reads as zeroes then.
     fn discard(&self, start: GuestAddress, bytes: u64) -> io::Result<()>;
 }
 

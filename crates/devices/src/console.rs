@@ -434,8 +434,9 @@ impl VirtioDevice for Console {
         if state.name != self.name {
             return Err(StateError::Field { kind: KIND, field: "name", why: "is not that of this port" });
         }
-        (self.messages, self.port_ready, self.host_open) =
-            (state.messages, state.port_ready, state.host_open);
+        (self.messages, self.port_ready) = (state.messages, state.port_ready);
+        // Who has the port open in the guest need not notice that it was closed for a moment, and says nothing then.
+        (self.guest_open, self.host_open) = (state.guest_open, state.host_open);
         // Nobody is connected to the copy.
         self.tell_state();
         Ok(())

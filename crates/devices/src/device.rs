@@ -28,8 +28,8 @@ pub type Memory = vm_memory::GuestMemoryMmap<()>;
 ///   beyond `deadline`.
 /// - [`save`](Device::save) only while paused, any number of times. It changes nothing. What the guest would have to
 ///   be told (an interrupt that is pending) is part of the state.
-/// - [`resume`](Device::resume) looks at every queue and raises a pending interrupt again: whatever was signalled around
-///   the pause is never lost, at the price of a spurious one.
+/// - Whatever is signalled around a pause is never lost: notifications wait in their events, and a device that was restored
+///   looks at every queue and raises a pending interrupt again, at the price of a spurious one.
 /// - While paused, [`events`](Device::events) never becomes readable, so it can stay in the monitor's epoll.
 pub trait Device: Send {
     /// A read of registers by the guest. Any offset, any length: what is not there reads as zeroes.

@@ -1,7 +1,7 @@
 //! A disk: a chain of layers, each an open file.
 //!
 //! ```text
-//!   top      qcow2, writable, this machine's own       freeze: switch_top(new)      top'    empty, writable
+//!   top      qcow2, writable, this machine's own       freeze: switch_top(new)      new     empty, writable
 //!   layer n  qcow2, immutable, shared by relatives     ───────────────────────>     top     immutable from now on
 //!   ...                                                                             layer n
 //!   bottom   raw or qcow2                                                           ...
@@ -93,6 +93,37 @@ pub struct Disk {
     unsynced: Vec<Arc<Open>>,
     /// Something was written to the top since it was synced.
     dirty: bool,
+    durable: Durable,
+}
+
+/// Whether all that was synced is there. The kernel tells of a page that it could not write once only, to whoever syncs
+/// next, which may be a freeze. So one failure makes all later syncs fail, and the guest hears of it.
+#[derive(Debug, Default)]
+struct Durable {
+    lost: bool,
+}
+
+impl Durable {
+    fn sync(&mut self, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        if self.lost {
+            return Err(io::Error::other("an earlier sync failed, and what it was for is lost"));
+        }
+        sync().inspect_err(|_| self.lost = true)
+    }
+}
+
+/// A top that is open, with nothing below it yet.
+#[derive(Debug)]
+pub struct Top {
+    overlay: Qcow2<Storage, Arc<Open>>,
+    /// To open it again over other layers.
+    file: File,
+}
+
+impl Top {
+    fn into_chain(self) -> Chain {
+        Chain::Writable(FormatAccess::new(self.overlay), self.file)
+    }
 }
 
 #[derive(Debug)]
@@ -113,11 +144,18 @@ impl Disk {
         let bytes = size(&lower, top.as_ref())?;
         let below = open_lower(lower, bytes)?;
         let chain = match (top, below) {
-            (Some(top), below) => open_top(top, lowers, bytes, below)?,
+            (Some(top), below) => open_top(top, lowers, bytes, below)?.into_chain(),
             (None, Some(below)) => Chain::ReadOnly(below),
             (None, None) => return Err(DiskError::Count(0)),
         };
-        Ok(Self { chain: Some(chain), bytes, lowers, unsynced: Vec::new(), dirty: false })
+        Ok(Self {
+            chain: Some(chain),
+            bytes,
+            lowers,
+            unsynced: Vec::new(),
+            dirty: false,
+            durable: Durable::default(),
+        })
     }
 
     /// Size of the disk.
@@ -195,42 +233,43 @@ impl Disk {
     pub fn flush(&mut self) -> io::Result<()> {
         if let (true, Some(Chain::Writable(top, _))) = (self.dirty, &self.chain) {
             top.flush()?;
-            top.sync()?;
+            self.durable.sync(|| top.sync())?;
             self.dirty = false;
         }
         while let Some(earlier) = self.unsynced.last() {
-            earlier.sync()?;
+            self.durable.sync(|| earlier.sync())?;
             self.unsynced.pop();
         }
         Ok(())
     }
 
-    /// Makes the top a lower layer and `new` the top. If this fails, nothing has changed.
-    pub fn switch_top(&mut self, new: File) -> Result<(), DiskError> {
-        let (index, bytes) = (self.lowers + 1, self.bytes);
-        let Some(Chain::Writable(top, _)) = &self.chain else { return Err(DiskError::ReadOnly) };
+    /// Opens the next top, ahead of [`Disk::switch_top`]: whatever may be wrong with it is found here.
+    pub fn prepare_top(&self, new: File) -> Result<Top, DiskError> {
+        let index = self.lowers + 1;
+        if self.is_read_only() {
+            return Err(DiskError::ReadOnly);
+        }
         if index >= MAX_LAYERS {
             return Err(DiskError::Count(index + 1));
         }
-        check_top(&new, index, bytes)?;
-        top.flush().map_err(DiskError::Flush)?;
-        let Some(Chain::Writable(old, file)) = self.chain.take() else { return Err(DiskError::ReadOnly) };
-        let old = Arc::new(old);
-        match open_top(new, index, bytes, Some(Arc::clone(&old))) {
-            Ok(chain) => {
-                self.chain = Some(chain);
-                self.lowers += 1;
-                if std::mem::take(&mut self.dirty) {
-                    self.unsynced.push(old);
-                }
-                Ok(())
-            }
-            Err(error) => {
-                // Nobody else has it: what failed to open over it is gone.
-                self.chain = Arc::into_inner(old).map(|old| Chain::Writable(old, file));
-                Err(error)
-            }
+        open_top(new, index, self.bytes, None)
+    }
+
+    /// Makes the top a lower layer and `new` the top. If this fails, nothing has changed.
+    pub fn switch_top(&mut self, mut new: Top) -> Result<(), DiskError> {
+        match &self.chain {
+            Some(Chain::Writable(top, _)) => top.flush().map_err(DiskError::Flush)?,
+            _ => return Err(DiskError::ReadOnly),
         }
+        let Some(Chain::Writable(old, _)) = self.chain.take() else { return Err(DiskError::ReadOnly) };
+        let old = Arc::new(old);
+        new.overlay.set_backing(Some(Arc::clone(&old)));
+        self.chain = Some(new.into_chain());
+        self.lowers += 1;
+        if std::mem::take(&mut self.dirty) {
+            self.unsynced.push(old);
+        }
+        Ok(())
     }
 
     /// Puts other layers below the top, with the same contents as those they replace: a flattened chain.
@@ -244,7 +283,7 @@ impl Disk {
         top.flush().map_err(DiskError::Flush)?;
         let file = file.try_clone().map_err(|source| DiskError::Open { index: count, source })?;
         // Both look at the same file for a moment, but the old one has nothing left to write.
-        let chain = open_top(file, count, self.bytes, below)?;
+        let chain = open_top(file, count, self.bytes, below)?.into_chain();
         self.chain = Some(chain);
         self.lowers = count;
         Ok(())
@@ -288,7 +327,7 @@ fn open_lower(lower: Vec<Layer>, bytes: u64) -> Result<Option<Arc<Open>>, DiskEr
                 .map_err(|source| DiskError::Open { index, source })?,
             Format::Qcow2 => {
                 check_overlay(&layer.file, index, bytes)?;
-                open_overlay(layer.file, index, below.take(), false)?
+                FormatAccess::new(open_overlay(layer.file, index, below.take(), false)?)
             }
         };
         if open.size() > bytes {
@@ -299,13 +338,18 @@ fn open_lower(lower: Vec<Layer>, bytes: u64) -> Result<Option<Arc<Open>>, DiskEr
     Ok(below)
 }
 
-fn open_top(file: File, index: usize, bytes: u64, below: Option<Arc<Open>>) -> Result<Chain, DiskError> {
+fn open_top(file: File, index: usize, bytes: u64, below: Option<Arc<Open>>) -> Result<Top, DiskError> {
     check_top(&file, index, bytes)?;
     let copy = file.try_clone().map_err(|source| DiskError::Open { index, source })?;
-    Ok(Chain::Writable(open_overlay(file, index, below, true)?, copy))
+    Ok(Top { overlay: open_overlay(file, index, below, true)?, file: copy })
 }
 
-fn open_overlay(file: File, index: usize, below: Option<Arc<Open>>, write: bool) -> Result<Open, DiskError> {
+fn open_overlay(
+    file: File,
+    index: usize,
+    below: Option<Arc<Open>>,
+    write: bool,
+) -> Result<Qcow2<Storage, Arc<Open>>, DiskError> {
     storage(file)
         .and_then(|file| {
             Qcow2::<Storage, Arc<Open>>::builder(file)
@@ -314,7 +358,6 @@ fn open_overlay(file: File, index: usize, below: Option<Arc<Open>>, write: bool)
                 .write(write)
                 .open(DenyImplicitOpenGate::default())
         })
-        .map(FormatAccess::new)
         .map_err(|source| DiskError::Open { index, source })
 }
 
@@ -344,4 +387,17 @@ fn storage(file: File) -> io::Result<Storage> {
 
 fn broken() -> io::Error {
     io::Error::other("the disk has no layers")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Durable;
+
+    #[test]
+    fn a_sync_that_failed_is_not_forgotten() {
+        let mut durable = Durable::default();
+        assert!(durable.sync(|| Ok(())).is_ok());
+        assert!(durable.sync(|| Err(std::io::ErrorKind::StorageFull.into())).is_err());
+        assert!(durable.sync(|| Ok(())).is_err());
+    }
 }

@@ -9,7 +9,7 @@ use std::{
 /// Lines that may come at once.
 const BURST: u32 = 8;
 /// After that, one in this time.
-const INTERVAL: Duration = Duration::from_secs(2);
+const INTERVAL: Duration = Duration::from_secs(30);
 
 /// Says at most [`BURST`] lines at once, then one every [`INTERVAL`], each with the number of those left out. Lines go
 /// to standard error: a monitor has no log thread, and a line lost there must not end it.

@@ -258,14 +258,15 @@ impl<D: VirtioDevice> Device for Mmio<D> {
     }
 
     fn resume(&mut self) -> io::Result<()> {
+        self.running = true;
         if !self.started {
             self.started = true;
             self.device.start(self.watch.watcher(), &mut self.rings)?;
-        }
-        self.running = true;
-        (0..self.rings.events.len()).for_each(|queue| self.rings.kick(queue));
-        if self.rings.line.status.get() != 0 {
-            self.rings.line.raise(0);
+            // What the frozen machine's notifications and interrupts said is said again. Later, events keep it.
+            (0..self.rings.events.len()).for_each(|queue| self.rings.kick(queue));
+            if self.rings.line.status.get() != 0 {
+                self.rings.line.raise(0);
+            }
         }
         self.watch.set_open(true)
     }

@@ -455,3 +455,6 @@ impl Rings {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

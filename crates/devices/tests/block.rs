@@ -147,6 +147,12 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
+/// What a freeze does.
+fn switch(disk: &mut Disk, top: File) -> Result<(), DiskError> {
+    let top = disk.prepare_top(top)?;
+    disk.switch_top(top)
+}
+
 #[test]
 fn what_a_guest_writes_other_programs_read_and_the_other_way_round() {
     let store = Store::new(64 * MIB);
@@ -160,16 +166,14 @@ fn what_a_guest_writes_other_programs_read_and_the_other_way_round() {
         "{{\"driver\":\"qcow2\",\"file\":{{\"driver\":\"file\",\"filename\":\"{}\"}}}}",
         middle.display()
     );
-    let io =
+    let written =
         Command::new("qemu-io").args(["-c", "write -P 0xa5 1M 192k", &format!("json:{script}")]).output();
-    let by_qemu = io.is_ok_and(|output| output.status.success());
+    assert!(written.expect("qemu-io is installed").status.success());
     let disk = Disk::open(vec![bottom, store.lower("middle")], Some(store.top("top"))).unwrap();
     let mut driver = Driver::new(Block::new(disk, "disk0"));
     let mut expected = base;
     expected.resize(64 << 20, 0);
-    if by_qemu {
-        expected[1 << 20..(1 << 20) + (192 << 10)].fill(0xa5);
-    }
+    expected[1 << 20..(1 << 20) + (192 << 10)].fill(0xa5);
     assert_eq!(read(&mut driver, 2048 - 8, 1 << 20), expected[2040 * 512..2040 * 512 + (1 << 20)]);
     for (sector, len, seed) in
         [(3_u64, 512_usize, 2_u64), (2000, 200 << 10, 3), (100_000, 4096, 4), (131_071, 512, 5)]
@@ -271,7 +275,7 @@ fn a_read_only_disk_is_not_written() {
     flush(&mut driver);
     assert_eq!(std::fs::read(store.path("base")).unwrap(), base);
     assert!(matches!(
-        driver.mmio.device_mut().disk_mut().switch_top(store.top("top")),
+        switch(driver.mmio.device_mut().disk_mut(), store.top("top")),
         Err(DiskError::ReadOnly)
     ));
 }
@@ -284,7 +288,7 @@ fn a_freeze_gives_both_copies_a_top_of_their_own() {
     write(&mut parent, 8, &pattern(8192, 2));
     // As the monitor does it.
     parent.mmio.pause(soon()).unwrap();
-    parent.mmio.device_mut().disk_mut().switch_top(store.top("t1")).unwrap();
+    switch(parent.mmio.device_mut().disk_mut(), store.top("t1")).unwrap();
     let state = parent.mmio.save().unwrap();
     parent.mmio.resume().unwrap();
     let frozen = std::fs::read(store.path("t0")).unwrap();
@@ -311,7 +315,7 @@ fn layers_that_were_flattened_take_the_place_of_their_own() {
     let disk = Disk::open(vec![store.raw("base", &pattern(1 << 20, 1))], Some(store.top("t0"))).unwrap();
     let mut driver = Driver::new(Block::new(disk, "disk0"));
     write(&mut driver, 100, &pattern(70_000 / 512 * 512, 2));
-    driver.mmio.device_mut().disk_mut().switch_top(store.top("t1")).unwrap();
+    switch(driver.mmio.device_mut().disk_mut(), store.top("t1")).unwrap();
     write(&mut driver, 5, &pattern(512, 3));
     let disk = driver.mmio.device_mut().disk_mut();
     assert_eq!(disk.lower_layers(), 2);
@@ -334,13 +338,13 @@ fn a_failed_switch_changes_nothing() {
     write(&mut driver, 1, &[7; 512]);
     let disk = driver.mmio.device_mut().disk_mut();
     let other = Store::new(4 * MIB);
-    assert!(matches!(disk.switch_top(other.top("small")), Err(DiskError::Layer { .. })));
+    assert!(matches!(switch(disk, other.top("small")), Err(DiskError::Layer { .. })));
     let junk = store.raw("junk", &[0; 200]).file;
-    assert!(matches!(disk.switch_top(junk), Err(DiskError::Layer { .. })));
+    assert!(matches!(switch(disk, junk), Err(DiskError::Layer { .. })));
     // Right header, then nothing.
     let cut = store.top("cut");
     cut.set_len(110).unwrap();
-    assert_eq!(disk.switch_top(cut).unwrap_err().to_string(), "disk layer 2 is cut short");
+    assert_eq!(switch(disk, cut).unwrap_err().to_string(), "disk layer 2 is cut short");
     write(&mut driver, 2, &[8; 512]);
     assert_eq!(read(&mut driver, 1, 1024), [[7; 512], [8; 512]].concat());
 }
@@ -468,6 +472,33 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
     );
     flush(&mut driver);
     write(&mut driver, 100 * cluster, &[3; 4096]);
+}
+
+#[test]
+fn a_long_chain_is_read_and_one_too_long_refused() {
+    let store = Store::new(MIB);
+    let mut disk = Disk::open(vec![store.raw("base", &[1; 512])], Some(store.top("t0"))).unwrap();
+    let empty = std::fs::read(store.path("t0")).unwrap();
+    let next = |nth: usize| {
+        let path = store.path(&format!("t{nth}"));
+        std::fs::write(&path, &empty).unwrap();
+        File::options().read(true).write(true).open(path).unwrap()
+    };
+    for nth in 1..MAX_LAYERS - 1 {
+        put(&mut disk, 512 * nth as u64, &[nth as u8; 512]);
+        switch(&mut disk, next(nth)).unwrap();
+    }
+    let sectors = whole(&disk, 0, 512 * (MAX_LAYERS - 1));
+    assert!(
+        sectors
+            .chunks(512)
+            .enumerate()
+            .all(|(nth, sector)| sector.iter().all(|&byte| byte == nth.max(1) as u8))
+    );
+    assert!(matches!(switch(&mut disk, next(1000)), Err(DiskError::Count(count)) if count == MAX_LAYERS + 1));
+    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it goes on");
+    // What was written to earlier tops is synced once.
+    disk.flush().unwrap();
 }
 
 #[test]
@@ -654,7 +685,7 @@ proptest! {
                     let name = format!("t{}", tops.len());
                     std::fs::write(store.path(&name), &empty).unwrap();
                     let file = File::options().read(true).write(true).open(store.path(&name)).unwrap();
-                    disk.switch_top(file).unwrap();
+                    switch(&mut disk, file).unwrap();
                     tops.push(name);
                 }
                 Step::Switch => {}

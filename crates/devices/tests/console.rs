@@ -272,6 +272,11 @@ fn a_copy_has_a_closed_port_that_opens_for_its_own_host() {
     let mut got = [0; 16];
     assert_eq!(other.read(&mut got).unwrap(), 4);
     assert_eq!(&got[..4], b"mine");
+    // Whoever had the port open in the guest may not have noticed that it was closed.
+    other.write_all(b"yours").unwrap();
+    let at = copy.give_room(16);
+    assert_eq!(copy.driver.used(RX).map(|used| used.1), Some(5));
+    assert_eq!(copy.driver.bytes(at, 5), b"yours");
     assert!(host.read(&mut got).unwrap() > 0, "the original's connection is the original's");
 }
 

@@ -85,6 +85,7 @@ fn a_chain_against_a_plain_file() {
     for depth in 0..32 {
         let new = top(&format!("top{depth}"));
         disk.write(&[VolatileSlice::from(&mut small[..])], place(depth)).unwrap();
+        let new = disk.prepare_top(new).unwrap();
         let begun = Instant::now();
         disk.switch_top(new).unwrap();
         worst = worst.max(begun.elapsed());
@@ -92,5 +93,47 @@ fn a_chain_against_a_plain_file() {
     println!("switch of the top, the slowest of 32: {worst:?}");
     time("32 deeper: read 4 KiB", "1/s", COUNT as f64, || {
         (0..COUNT).for_each(|nth| disk.read(&[VolatileSlice::from(&mut small[..])], place(nth)).unwrap());
+    });
+}
+
+/// What a thaw pays for its devices.
+#[test]
+#[ignore = "a measurement"]
+fn making_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let make = |name: &str| {
+        let path = dir.path().join(name);
+        let made =
+            Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&path).arg("2G").status();
+        assert!(made.unwrap().success());
+        path
+    };
+    std::fs::write(dir.path().join("base"), vec![1; 1 << 20]).unwrap();
+    let overlays: Vec<_> = (0..9).map(|nth| make(&format!("t{nth}"))).collect();
+    let open = |depth: usize| {
+        let base = Layer { format: Format::Raw, file: File::open(dir.path().join("base")).unwrap() };
+        let mut lower = vec![base];
+        let overlay = |path| Layer { format: Format::Qcow2, file: File::open(path).unwrap() };
+        lower.extend(overlays[..depth].iter().map(overlay));
+        let top = File::options().read(true).write(true).open(&overlays[8]).unwrap();
+        Disk::open(lower, Some(top)).unwrap()
+    };
+    let rounds = 200.0;
+    for depth in [0, 1, 8] {
+        time(&format!("disk over {depth} overlays"), "1/s", rounds, || {
+            (0..200).for_each(|_| drop(open(depth)))
+        });
+    }
+    time("entropy", "1/s", rounds, || (0..200).for_each(|_| drop(keiki_devices::rng::Rng::new().unwrap())));
+    time("network", "1/s", rounds, || {
+        (0..200).for_each(|_| drop(keiki_devices::net::Net::new(None, [0; 6]).unwrap()));
+    });
+    let memory = keiki_devices::Memory::from_ranges(&[(vm_memory::GuestAddress(0), 1 << 20)]).unwrap();
+    time("transport", "1/s", rounds, || {
+        (0..200).for_each(|_| {
+            let device = keiki_devices::rng::Rng::new().unwrap();
+            let line = Box::new(keiki_devices::Event::new().unwrap());
+            drop(keiki_devices::mmio::Mmio::new(device, memory.clone(), line).unwrap());
+        });
     });
 }

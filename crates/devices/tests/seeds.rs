@@ -66,6 +66,15 @@ fn hostile_drivers() {
     run("device", device::run, 2000);
 }
 
+/// Otherwise they would say nothing about what happens behind a queue.
+#[test]
+fn seeds_reach_the_devices() {
+    let used: Vec<u64> = seeds("device").iter().map(|seed| device::used(seed)).collect();
+    // Two of them break the ring before anything is used.
+    assert!(used.iter().filter(|&&used| used == 0).count() <= 2, "{used:?}");
+    assert!(used.iter().sum::<u64>() >= 2 * used.len() as u64, "{used:?}");
+}
+
 #[test]
 fn states_that_nobody_saved() {
     run("state", state::run, 600);

@@ -157,9 +157,17 @@ fn what_a_kernel_prints_is_in_the_log() {
     serial.write(3, &[0x1b]);
     let state = serial.save().unwrap();
     let (other, log) = console();
-    let mut copy = Serial::new(log, Arc::new(Line::default()));
+    let line = Arc::new(Line::default());
+    let mut copy = Serial::new(log, Arc::clone(&line) as Arc<dyn Interrupt>);
+    copy.resume().unwrap();
+    assert_eq!(line.0.load(std::sync::atomic::Ordering::SeqCst), 0, "nobody enabled it");
     copy.restore(&state).unwrap();
     copy.resume().unwrap();
+    assert_eq!(
+        line.0.load(std::sync::atomic::Ordering::SeqCst),
+        1,
+        "what may have been lost is raised again"
+    );
     assert_eq!(copy.save().unwrap(), state);
     copy.write(0, b"c");
     copy.say("the end");

@@ -59,6 +59,7 @@ pub(crate) fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
     if let Some(parent) = dir.parent() {
         flush(parent)?;
     }
+    keiki_sys::failpoint::reach("flush");
     write_manifest(dir, &manifest).map_err(|error| refusal(dir, error))?;
     Ok(manifest)
 }

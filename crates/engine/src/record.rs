@@ -66,7 +66,9 @@ impl Record {
             .map_err(std::io::Error::from)
             .map_err(EngineError::at("write", &path))?;
         std::fs::write(&new, text).map_err(EngineError::at("write", &new))?;
-        std::fs::rename(&new, &path).map_err(EngineError::at("write", &path))
+        std::fs::rename(&new, &path).map_err(EngineError::at("write", &path))?;
+        keiki_sys::failpoint::reach("machine.json");
+        Ok(())
     }
 
     /// None if there is none that can be read: then there is no machine.

@@ -22,6 +22,7 @@ impl Stopwatch {
         let now = Instant::now();
         self.steps.0.push((Cow::Borrowed(name), now.duration_since(self.last)));
         self.last = now;
+        keiki_sys::failpoint::reach(name);
     }
 
     /// A part of the last step, which somebody else timed.

@@ -11,10 +11,10 @@ use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
-    FlushRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest,
-    InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply, ListPortsRequest,
-    MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply,
-    ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply,
+    FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
+    InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
+    ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest,
+    ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply,
     ThawUserRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
@@ -169,8 +169,8 @@ impl Guest for Agent {
     }
 
     async fn attach(&self, request: Request<AttachRequest>) -> Answer<Events> {
-        let AttachRequest { id, stdout_offset, stderr_offset } = request.into_inner();
-        let reader = self.execs.attach(&id, stdout_offset, stderr_offset).map_err(exec_status)?;
+        let AttachRequest { id, stdout_offset, stderr_offset, polite } = request.into_inner();
+        let reader = self.execs.attach(&id, [stdout_offset, stderr_offset], polite).map_err(exec_status)?;
         Ok(Response::new(follow(reader)))
     }
 
@@ -210,6 +210,11 @@ impl Guest for Agent {
 
     async fn list_execs(&self, _: Request<ListExecsRequest>) -> Answer<ListExecsReply> {
         Ok(Response::new(ListExecsReply { execs: self.execs.list() }))
+    }
+
+    async fn forget(&self, request: Request<ForgetRequest>) -> Answer<Done> {
+        self.execs.forget(&request.into_inner().id).map_err(exec_status)?;
+        Ok(Response::new(Done {}))
     }
 
     async fn read_file(&self, request: Request<ReadFileRequest>) -> Answer<Self::ReadFileStream> {
@@ -376,7 +381,7 @@ fn exec_status(error: ExecError) -> Status {
         ExecError::Unknown(_) => Code::NotFound,
         ExecError::Exists(_) => Code::AlreadyExists,
         ExecError::TooMany => Code::ResourceExhausted,
-        ExecError::Ended | ExecError::Without(_) => Code::FailedPrecondition,
+        ExecError::Ended | ExecError::Taken | ExecError::Without(_) => Code::FailedPrecondition,
         ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
         ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,
     };

@@ -5,8 +5,8 @@
 
 use crate::{Error, Result};
 use kvm_bindings::{
-    kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_pit_state2, kvm_regs,
-    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs,
+    kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use serde::{Deserialize, Serialize};
 
@@ -55,8 +55,6 @@ pub struct VmState {
     pub pic_slave: kvm_irqchip,
     /// The new one.
     pub ioapic: kvm_irqchip,
-    /// Timer.
-    pub pit: kvm_pit_state2,
     /// Nanoseconds since the machine was made, as its clock (kvmclock) shows them.
     pub clock: kvm_clock_data,
 }

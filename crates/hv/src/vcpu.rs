@@ -332,6 +332,18 @@ impl Vcpu {
         self.fd.set_mp_state(state).map_err(Error::errno("KVM_SET_MP_STATE"))
     }
 
+    /// Tells the guest, if it uses KVM's clock, that it stood still.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn was_paused(&self) -> Result<()> {
+        match self.fd.kvmclock_ctrl() {
+            // It does not.
+            Err(error) if error.errno() == libc::EINVAL => Ok(()),
+            other => other.map_err(Error::errno("KVM_KVMCLOCK_CTRL")),
+        }
+    }
+
     /// The guest measured its time stamp counter when it booted: where this host's differs, it is scaled.
     fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let here = self.fd.get_tsc_khz().unwrap_or(0);

@@ -8,7 +8,7 @@ use crate::{
 };
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
-    KVM_PIT_SPEAKER_DUMMY, kvm_clock_data, kvm_irqchip, kvm_pit_config, kvm_userspace_memory_region,
+    kvm_clock_data, kvm_irqchip, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, VmFd};
 use std::{
@@ -27,9 +27,8 @@ const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 
 /// What no machine can do without.
-const NEEDED: [(Cap, &str); 7] = [
+const NEEDED: [(Cap, &str); 6] = [
     (Cap::Irqchip, "interrupt controller"),
-    (Cap::Pit2, "timer (PIT)"),
     (Cap::Ioeventfd, "ioeventfd"),
     (Cap::ImmediateExit, "immediate exit"),
     (Cap::ExtCpuid, "CPUID"),
@@ -101,8 +100,6 @@ impl Kvm {
         fd.set_identity_map_address(IDENTITY_MAP).map_err(Error::errno("KVM_SET_IDENTITY_MAP_ADDR"))?;
         fd.set_tss_address(TSS).map_err(Error::errno("KVM_SET_TSS_ADDR"))?;
         fd.create_irq_chip().map_err(Error::errno("KVM_CREATE_IRQCHIP"))?;
-        let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..kvm_pit_config::default() };
-        fd.create_pit2(pit).map_err(Error::errno("KVM_CREATE_PIT2"))?;
         for (slot, span) in (0..).zip(ram.spans()) {
             let region = kvm_userspace_memory_region {
                 slot,
@@ -128,7 +125,8 @@ impl std::os::fd::AsFd for Kvm {
     }
 }
 
-/// A virtual machine: memory, interrupt controllers, a timer. vCPUs are made from it.
+/// A virtual machine: memory and interrupt controllers. There is no PIT: hardware-reduced ACPI promises none, clocks are
+/// kvmclock and the APIC's, and KVM takes milliseconds to make one. vCPUs are made from it.
 #[derive(Debug, Clone)]
 pub struct Vm {
     fd: Arc<VmFd>,
@@ -199,12 +197,12 @@ impl Vm {
             pic_master: chip(KVM_IRQCHIP_PIC_MASTER)?,
             pic_slave: chip(KVM_IRQCHIP_PIC_SLAVE)?,
             ioapic: chip(KVM_IRQCHIP_IOAPIC)?,
-            pit: self.fd.get_pit2().map_err(Error::errno("KVM_GET_PIT2"))?,
             clock: self.fd.get_clock().map_err(Error::errno("KVM_GET_CLOCK"))?,
         })
     }
 
-    /// Puts interrupt controllers and timer back. The clock is set by [`Vm::set_clock`], last.
+    /// Puts interrupt controllers back, after the vCPUs: an interrupt that is pending there goes to a local APIC at once,
+    /// and would be lost in one that is overwritten later. The clock is set by [`Vm::set_clock`], last.
     ///
     /// # Errors
     /// If the state is not one of these parts, and those of the calls.
@@ -222,7 +220,7 @@ impl Vm {
             }
             self.fd.set_irqchip(chip).map_err(Error::errno("KVM_SET_IRQCHIP"))?;
         }
-        self.fd.set_pit2(&state.pit).map_err(Error::errno("KVM_SET_PIT2"))
+        Ok(())
     }
 
     /// Lets the guest's clock go on from where it stood: for the guest, no time has passed while it was frozen,

@@ -1,5 +1,7 @@
 //! What is written out of RAM, against what RAM holds: for every backing, after forks and discards.
 
+#![allow(unsafe_code)]
+
 mod tiny;
 
 use keiki_hv::{BLOCK, Error, GuestRam, HugePages};
@@ -80,7 +82,7 @@ fn change() -> impl prop::strategy::Strategy<Value = Change> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
     fn the_file_is_what_memory_was(
@@ -164,5 +166,61 @@ fn a_page_map_of_another_process_is_refused() {
     let init = File::open("/proc/1/pagemap");
     if let Ok(init) = init {
         assert!(matches!(ram.private(&init), Err(Error::ForeignPagemap)));
+    }
+}
+
+/// Pages that were swapped out are private still. Needs root, and a moment's swap file.
+#[test]
+fn swapped_pages_are_found() {
+    if std::env::var_os("KEIKI_TEST_ALL").is_none() || !rustix::process::geteuid().is_root() {
+        println!("skipped: a swap file is switched on with KEIKI_TEST_ALL and as root only");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("swap");
+    File::create(&path).unwrap().write_all(&vec![0; 64 << 20]).unwrap();
+    let run = |program: &str| {
+        std::process::Command::new(program).arg(&path).output().is_ok_and(|output| output.status.success())
+    };
+    if !run("mkswap") || !run("swapon") {
+        println!("skipped: no swap can be switched on here");
+        return;
+    }
+    let off = SwapOff(&run);
+    let base = base();
+    for over in [None, Some(&base)] {
+        let ram = over.map_or_else(|| GuestRam::anonymous(SIZE, HugePages::No), GuestRam::over).unwrap();
+        for page in (0..PAGES).step_by(3) {
+            apply(&ram, &Change::Fill(page, 5));
+        }
+        let span = ram.spans()[0];
+        // SAFETY: the range is the RAM of this test; the advice moves pages and changes none.
+        let done = unsafe { libc::madvise(span.host as *mut _, span.len as usize, libc::MADV_PAGEOUT) };
+        assert_eq!(done, 0);
+        let mut swapped = 0;
+        for page in (0..PAGES).step_by(3) {
+            let mut entry = [0; 8];
+            own_pagemap().read_exact_at(&mut entry, (span.host / 4096 + page) * 8).unwrap();
+            swapped += u64::from_ne_bytes(entry) >> 62 & 1;
+        }
+        let (mut file, private) = (tempfile::tempfile().unwrap(), ram.private(&own_pagemap()).unwrap());
+        if let Some(base) = over {
+            file.write_all(&read(base)).unwrap();
+        }
+        let counts = ram.write_private(&own_pagemap(), &file).unwrap();
+        let same = read(&file) == content(&ram);
+        assert!(swapped > 0, "nothing was swapped out");
+        assert_eq!((private.len() as u64, counts.pages), (PAGES.div_ceil(3), PAGES.div_ceil(3)));
+        assert!(same, "the file differs from memory");
+    }
+    drop(off);
+}
+
+/// Switches swap off again, whatever happens.
+struct SwapOff<'a>(&'a dyn Fn(&str) -> bool);
+
+impl Drop for SwapOff<'_> {
+    fn drop(&mut self) {
+        (self.0)("swapoff");
     }
 }

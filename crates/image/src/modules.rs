@@ -21,6 +21,8 @@ pub(crate) const WANTED: &[(&str, bool)] = &[
     ("virtio_console", true),
     ("virtio_net", true),
     ("virtio_rng", true),
+    // Free pages go back to the host.
+    ("virtio_balloon", false),
     ("af_packet", false),
     ("vmgenid", false),
     ("overlay", false),

@@ -26,6 +26,8 @@ use tonic::{Code, Status, Streaming};
 
 /// Bytes sent at once.
 const PIECE: usize = 32 << 10;
+/// A connection that has ended is given this long to deliver what it was sent.
+const LINGER: Duration = Duration::from_secs(60);
 /// The guest gives up earlier by itself.
 const CONNECT_LIMIT: Duration = Duration::from_secs(40);
 
@@ -39,13 +41,30 @@ pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
 struct Connection {
-    from: Streaming<DialChunk>,
+    call: Option<Call>,
     piece: Bytes,
     from_ended: bool,
-    to: PollSender<DialChunk>,
     to_ended: bool,
+}
+
+/// The call that carries it. Dropped in the middle, it resets the connection inside.
+struct Call {
+    from: Streaming<DialChunk>,
+    to: PollSender<DialChunk>,
     _using: Use,
     _stream: OwnedSemaphorePermit,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Some(mut call) = self.call.take().filter(|_| self.from_ended && self.to_ended) else { return };
+        // All is said, but not all delivered: the guest ends the call when it is.
+        tokio::spawn(async move {
+            let delivered =
+                tokio::time::timeout(LINGER, async { while let Some(Ok(_)) = call.from.next().await {} });
+            let _ = delivered.await;
+        });
+    }
 }
 
 impl Node {
@@ -74,15 +93,11 @@ impl Node {
             answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
         }
         match answer {
-            Ok(answer) => Ok(Box::new(Connection {
-                from: answer.into_inner(),
-                piece: Bytes::new(),
-                from_ended: false,
-                to: PollSender::new(sender),
-                to_ended: false,
-                _using: using,
-                _stream: permit,
-            })),
+            Ok(answer) => {
+                let (from, to) = (answer.into_inner(), PollSender::new(sender));
+                let call = Some(Call { from, to, _using: using, _stream: permit });
+                Ok(Box::new(Connection { call, piece: Bytes::new(), from_ended: false, to_ended: false }))
+            }
             Err(status) => Err(using.explain(refused(&status)).await),
         }
     }
@@ -100,6 +115,15 @@ fn refused(status: &Status) -> Error {
     }
 }
 
+impl Connection {
+    fn poll_send(&mut self, cx: &mut Context<'_>, chunk: impl FnOnce() -> DialChunk) -> Poll<io::Result<()>> {
+        let gone = || cut("the connection was cut off");
+        let Some(call) = &mut self.call else { return Poll::Ready(Err(gone())) };
+        ready!(call.to.poll_reserve(cx)).map_err(|_| gone())?;
+        Poll::Ready(call.to.send_item(chunk()).map_err(|_| gone()))
+    }
+}
+
 impl AsyncRead for Connection {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -107,7 +131,11 @@ impl AsyncRead for Connection {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         while self.piece.is_empty() && !self.from_ended {
-            match ready!(self.from.poll_next_unpin(cx)) {
+            let next = match &mut self.call {
+                Some(call) => ready!(call.from.poll_next_unpin(cx)),
+                None => None,
+            };
+            match next {
                 Some(Ok(chunk)) => {
                     self.piece = chunk.data;
                     self.from_ended = chunk.eof;
@@ -131,11 +159,11 @@ impl AsyncWrite for Connection {
         if bytes.is_empty() {
             return Poll::Ready(Ok(0));
         }
-        ready!(self.to.poll_reserve(cx)).map_err(|_| cut("the connection was cut off"))?;
-        let data = Bytes::copy_from_slice(&bytes[..bytes.len().min(PIECE)]);
-        let taken = data.len();
-        let sent = self.to.send_item(DialChunk { data, ..DialChunk::default() });
-        Poll::Ready(sent.map(|()| taken).map_err(|_| cut("the connection was cut off")))
+        let piece = &bytes[..bytes.len().min(PIECE)];
+        ready!(
+            self.poll_send(cx, || DialChunk { data: Bytes::copy_from_slice(piece), ..DialChunk::default() })
+        )?;
+        Poll::Ready(Ok(piece.len()))
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -144,10 +172,8 @@ impl AsyncWrite for Connection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.to_ended {
-            ready!(self.to.poll_reserve(cx)).map_err(|_| cut("the connection was cut off"))?;
+            ready!(self.poll_send(cx, || DialChunk { eof: true, ..DialChunk::default() }))?;
             self.to_ended = true;
-            let eof = DialChunk { eof: true, ..DialChunk::default() };
-            self.to.send_item(eof).map_err(|_| cut("the connection was cut off"))?;
         }
         Poll::Ready(Ok(()))
     }

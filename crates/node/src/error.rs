@@ -38,6 +38,9 @@ pub enum Error {
     /// 413.
     #[error("{0}")]
     TooLarge(String),
+    /// 422: the `Idempotency-Key` is another request's.
+    #[error("{0}")]
+    KeyTaken(String),
     /// 502: the sandbox is there, but nothing answers in it where it was asked.
     #[error("{0}")]
     Unreachable(String),

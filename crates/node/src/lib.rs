@@ -13,13 +13,16 @@ pub mod files;
 mod guest;
 pub mod http;
 mod lifecycle;
+mod locks;
 mod metrics;
 mod node;
+pub mod once;
 mod ports;
 mod preview;
 mod records;
 mod sandbox;
 mod store;
+mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;

@@ -221,7 +221,9 @@ impl Store {
     /// If something in it cannot be removed.
     pub async fn remove(&self, dir: PathBuf) -> Result<()> {
         let gone = tokio::task::spawn_blocking(move || {
-            remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))
+            remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
+            keiki_sys::failpoint::reach("remove");
+            anyhow::Ok(())
         })
         .await;
         gone.map_err(|cause| Error::internal("a removal was interrupted", cause))?

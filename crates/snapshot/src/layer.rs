@@ -8,7 +8,9 @@
 pub const HEADER_LEN: usize = 104;
 /// Bits of the size of a cluster.
 pub const CLUSTER_BITS: u32 = 16;
-/// Entries of the first table of the largest disk there is (64 TiB): a bound to what a header makes a reader allocate.
+/// Bytes of the largest disk there is.
+const MAX_DISK: u64 = 64 << 40;
+/// Entries of its first table (one for 512 MiB): a bound to what a header makes a reader allocate.
 const MAX_L1_ENTRIES: u64 = 1 << 17;
 /// Clusters of the table of reference counts, for the same reason.
 const MAX_REFCOUNT_CLUSTERS: u64 = 64;
@@ -35,6 +37,7 @@ pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static
         () if snapshots != 0 => Err("has internal snapshots"),
         () if cluster_bits != u64::from(CLUSTER_BITS) => Err("has clusters of another size than 64 KiB"),
         () if size != disk => Err("is for a disk of another size"),
+        () if disk > MAX_DISK => Err("is for a disk larger than any"),
         () if l1_entries > MAX_L1_ENTRIES || refcount_clusters > MAX_REFCOUNT_CLUSTERS => {
             Err("has tables larger than any disk needs")
         }
@@ -82,6 +85,9 @@ mod tests {
         assert_eq!(check_header(&bad_name, disk), Ok(()));
         bad_name[19] = 9;
         assert!(check_header(&bad_name, disk).is_err());
+        let mut huge = good();
+        huge[24..32].copy_from_slice(&(65_u64 << 40).to_be_bytes());
+        assert!(check_header(&huge, 65 << 40).is_err());
         for (at, value) in [
             (0, 1),
             (7, 2),

@@ -2,6 +2,7 @@
 //! agent in which `unsafe` is allowed, each use with its reason.
 #![allow(unsafe_code)]
 
+pub mod failpoint;
 pub mod files;
 pub mod host;
 pub mod jail;

@@ -96,6 +96,12 @@ impl Process {
         cpu_time(self.pid)
     }
 
+    /// Has it not ended yet?
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        lives(&self.fd)
+    }
+
     /// Kills it. Gone already: no error.
     ///
     /// # Errors
@@ -222,6 +228,7 @@ mod tests {
     fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
         let (process, _) = Process::spawn(Command::new("sleep").arg("60"), Setup::default())?;
         assert_eq!(process.try_reap(), None);
+        assert!(process.is_alive());
         let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
         assert_eq!(again.start_time(), process.start_time());
         assert!(process.cpu_time()?.is_some_and(|used| used < std::time::Duration::from_secs(5)));
@@ -233,6 +240,7 @@ mod tests {
             std::thread::yield_now();
         };
         assert_eq!(how, "signal 9");
+        assert!(!process.is_alive());
         process.kill()?;
         assert!(Process::open(process.pid())?.is_none_or(|other| other.start_time() != process.start_time()));
         Ok(())

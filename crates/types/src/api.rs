@@ -1,5 +1,7 @@
 //! Bodies of `/v1`. Field names are the wire's. Times are RFC 3339 in UTC; durations and sizes say their unit.
 
+pub mod execs;
+
 use crate::{EngineKind, SandboxId, Shape, SnapshotId, Status};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -595,9 +597,12 @@ pub struct BuildTemplate {
     /// Root disk in MiB; default the template's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_mb: Option<u64>,
-    /// Build even if the result would be the same.
+    /// Take newer packages, and bake, even if the result would be the same.
     #[serde(default)]
     pub force: bool,
+    /// Bake again although nothing has changed, from the packages that are there.
+    #[serde(default)]
+    pub rebake: bool,
 }
 
 /// `GET /v1/templates`.

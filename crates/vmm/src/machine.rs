@@ -9,11 +9,11 @@ use crate::{
     board::{Board, Resources, WINDOWS},
     boot,
     frozen::{Config, Frozen},
-    process::{EXIT_END, Life, exit_with, failed},
+    process::{EXIT_END, EXIT_THAW, Life, exit_with, failed},
     zygote::Zygote,
 };
 use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
-use keiki_devices::{Event, power::Ending};
+use keiki_devices::{Event, disk::Top, power::Ending};
 use keiki_hv::{
     Cpus, End, GuestRam, HugePages, Kvm, Vm,
     cpuid::{Baseline, CpuModel},
@@ -132,10 +132,10 @@ impl Machine {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
         let mut machine = Self::assemble(kvm, ram, config, cpu, resources, forks, |vm, board, vcpus| {
             clock.step("kvm");
-            vm.restore(&frozen.vm)?;
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
             }
+            vm.restore(&frozen.vm)?;
             clock.step("vcpus");
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
@@ -319,7 +319,12 @@ impl Machine {
     }
 
     fn resume(&mut self) -> Result<()> {
-        if self.paused { self.run() } else { Ok(()) }
+        if self.paused {
+            // The guest's watchdogs would take the pause for a vCPU that hangs.
+            self.cpus.each(|vcpu| vcpu.was_paused())?;
+            self.run()?;
+        }
+        Ok(())
     }
 
     fn layers(&mut self, descriptors: &mut Descriptors) -> Result<()> {
@@ -335,6 +340,7 @@ impl Machine {
         let was_paused = self.paused;
         // Ahead of the pause: what the guest wrote and did not flush.
         self.board.with_disk(|disk| disk.flush()).map_err(Error::host("flushing the disk"))?;
+        let top = self.board.with_disk(|disk| disk.prepare_top(top))?;
         clock.step("flush");
         let parked = Instant::now();
         self.pause()?;
@@ -358,7 +364,7 @@ impl Machine {
     }
 
     /// Between park and resume.
-    fn copy(&mut self, control: OwnedFd, top: File, clock: &mut Clock) -> Result<Frost> {
+    fn copy(&mut self, control: OwnedFd, top: Top, clock: &mut Clock) -> Result<Frost> {
         let frozen = Frozen {
             config: self.config.clone(),
             cpu: self.cpu.clone(),
@@ -367,16 +373,16 @@ impl Machine {
             devices: self.board.save()?,
         };
         clock.step("save");
-        match fork(&[control.as_fd(), self.kvm.as_fd(), top.as_fd()]).map_err(Error::host("forking"))? {
+        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
             Side::Child => {
-                let zygote = Zygote::new(
-                    self.kvm.clone(),
-                    self.vm.ram().clone(),
-                    frozen,
-                    control,
-                    self.generation + 1,
-                )?;
-                Ok(Frost::Zygote(Box::new(zygote)))
+                // Its descriptors are the parent's, closed here already.
+                std::mem::forget(top);
+                let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
+                // An error must not be answered here: this process is not the machine.
+                match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
+                    Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
+                    Err(_) => exit_with(EXIT_THAW),
+                }
             }
             Side::Parent { child } => {
                 clock.step("fork");

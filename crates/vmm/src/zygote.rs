@@ -144,7 +144,11 @@ impl Zygote {
             Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, generation + 1, &mut clock);
         match machine {
             Ok(machine) => {
-                let reply = control::Thawed { pid: std::process::id(), steps: clock.steps() };
+                let reply = control::Thawed {
+                    pid: std::process::id(),
+                    generation: thaw.generation,
+                    steps: clock.steps(),
+                };
                 if server.answer(&Reply::Thawed(reply)).is_err() {
                     exit_with(EXIT_THAW);
                 }

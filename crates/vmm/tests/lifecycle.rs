@@ -4,6 +4,7 @@ mod monitor;
 
 use keiki_control::{Reply, Request, Stage};
 use monitor::{COUNT, CRASH, LETTERS, Monitor, OFF, Place, SILENT, place, until};
+use std::os::unix::fs::FileExt;
 
 fn letters(monitor: &Monitor) -> Vec<u8> {
     monitor.console().bytes().filter(u8::is_ascii_uppercase).collect()
@@ -101,6 +102,55 @@ fn copies_do_not_see_each_other() {
     let stood = zygote.peek(COUNT);
     a.counts();
     assert_eq!(zygote.peek(COUNT), stood, "a zygote runs");
+}
+
+/// Memory on both sides of the hole, and vCPUs that wait to be started.
+#[test]
+fn five_gib_and_four_vcpus() {
+    let Some(place) = place() else { return };
+    let mut machine = place.try_boot(SILENT, 4, 5 << 10).unwrap();
+    // Over nothing, the kernel makes one mapping of both spans, the second below the first.
+    let high = machine.ram_start_of(5 << 10);
+    machine.ram = Some(high + (2 << 30));
+    machine.mem().write_all_at(b"high", high + (1 << 30)).unwrap();
+    let mut zygote = frozen(&place, &mut machine);
+    zygote.ram = machine.ram;
+    machine.kill();
+    let (mut stored, persisted) = place.persist(&mut zygote, None);
+    assert!(persisted.pages < 1000, "{persisted:?}");
+    stored.shape = keiki_control::Shape { vcpus: 4, memory_mib: 5 << 10 };
+    let mut loaded = place.load(&stored);
+    let mut copy = place.thaw(&mut loaded);
+    copy.ram = Some(copy.ram_start_of(3 << 10));
+    let before = copy.peek_at(COUNT);
+    until("it counts", || copy.peek_at(COUNT) != before);
+    let mut found = [0; 4];
+    copy.mem().read_exact_at(&mut found, copy.ram_start_of(2 << 10) + (1 << 30)).unwrap();
+    assert_eq!(&found, b"high");
+}
+
+/// Several thaws under way on one connection: each answers for itself.
+#[test]
+fn copies_are_made_at_once() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    let mut zygote = frozen(&place, &mut machine);
+    let mut wanted = std::collections::BTreeMap::new();
+    let prepared: Vec<_> = (0..6).map(|_| (monitor::thaw_request(), place.copy_files(&zygote))).collect();
+    for (request, (files, fds)) in &prepared {
+        let Request::Thaw(thaw) = request else { panic!() };
+        wanted.insert(thaw.generation, files.clone());
+        zygote.client.ask(request, &monitor::borrow(fds)).unwrap();
+    }
+    for _ in &prepared {
+        let answer = zygote.client.answer(monitor::PATIENCE).unwrap();
+        let Reply::Thawed(thawed) = answer.reply else { panic!("{answer:?}") };
+        assert_eq!(answer.pid, thawed.pid);
+        let files = wanted.remove(&thawed.generation).expect("it answers once");
+        place.adopt(thawed.pid, files).counts();
+    }
+    assert_eq!(wanted.len(), 0);
 }
 
 /// Invariant 3: whoever is killed, in whatever order, nobody else notices.

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use keiki_image::{Builder, Kernel, Rootfs, RootfsSpec, cpio, modules};
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::BufWriter,
     path::{Path, PathBuf},
@@ -56,6 +57,9 @@ impl Parts {
             suite: suite(),
             packages: PACKAGES.map(str::to_owned).to_vec(),
             disk_mib: DISK_MIB,
+            wheels: Vec::new(),
+            env: BTreeMap::new(),
+            files: BTreeMap::new(),
         };
         let rootfs = builder.rootfs(&spec).context("the root disk of the lab could not be made")?;
         let initrd = state.join("initrd");

@@ -1,9 +1,9 @@
 //! The machine that measured. It is the node's own where both run on one.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A machine, in a few words.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Processor model.
     pub cpu: String,

@@ -1,5 +1,6 @@
 //! The commands, one file each.
 
+pub mod attach;
 pub mod bench;
 pub mod completion;
 pub mod cp;
@@ -9,13 +10,16 @@ pub mod doctor;
 pub mod events;
 pub mod exec;
 pub mod fork;
+pub mod forward;
 pub mod hibernate;
 pub mod inspect;
+pub mod kill;
 pub mod logs;
 pub mod ls;
 pub mod node;
 pub mod pause;
 pub mod ports;
+pub mod ps;
 pub mod restore;
 pub mod resume;
 pub mod rm;

@@ -1,11 +1,11 @@
-//! Kernel, privileges, KVM, namespaces, control groups.
+//! Kernel, privileges, KVM, namespaces.
 
 use super::{Check, read};
 use crate::config::{VMM, find};
 use std::{fs::OpenOptions, io};
 
 pub(super) fn checks() -> Vec<Check> {
-    vec![root(), kernel(), kvm(), namespaces(), cgroups(), landlock()]
+    vec![root(), kernel(), kvm(), namespaces(), landlock()]
 }
 
 fn root() -> Check {
@@ -107,25 +107,6 @@ fn namespaces() -> Check {
         }
         Some(limit) => Check::ok(name, format!("network, mount, PID; up to {limit} network namespaces")),
         None => Check::ok(name, "network, mount, PID"),
-    }
-}
-
-fn cgroups() -> Check {
-    let name = "cgroup v2";
-    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 (the default since Debian 11), or mount cgroup2 at /sys/fs/cgroup";
-    let Some(controllers) = read("/sys/fs/cgroup/cgroup.controllers") else {
-        return Check::warn(
-            name,
-            "not mounted at /sys/fs/cgroup: sandboxes get no limits of their own",
-            remedy,
-        );
-    };
-    let has = |wanted: &str| controllers.split_whitespace().any(|controller| controller == wanted);
-    let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
-    if missing.is_empty() {
-        Check::ok(name, "cpu, memory, pids")
-    } else {
-        Check::warn(name, format!("without {}", missing.join(", ")), remedy)
     }
 }
 

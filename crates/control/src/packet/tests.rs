@@ -44,7 +44,8 @@ fn replies() -> impl Strategy<Value = Reply> {
         (any::<(u32, u64, u64)>(), steps()).prop_map(|((pid, vcpu_pause_ns, private_bytes), steps)| {
             Reply::Frozen(Frozen { pid, vcpu_pause_ns, private_bytes, steps })
         }),
-        (any::<u32>(), steps()).prop_map(|(pid, steps)| Reply::Thawed(Thawed { pid, steps })),
+        (any::<u32>(), any::<[u8; 16]>(), steps())
+            .prop_map(|(pid, generation, steps)| Reply::Thawed(Thawed { pid, generation, steps })),
         any::<(u64, u64, u64, [u8; 32])>().prop_map(|(pages, zeroed, state_bytes, digest)| {
             Reply::Persisted(Persisted { pages, zeroed, state_bytes, digest })
         }),

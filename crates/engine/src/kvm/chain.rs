@@ -34,7 +34,10 @@ use std::{
     os::unix::fs::{PermissionsExt, chown},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -52,17 +55,33 @@ const ROOT: &str = "jail-tools";
 const PATIENCE: Duration = Duration::from_secs(300);
 const LIMITS: Limits = Limits { files: 256, tasks: 512, file_bytes: 0, oom_score_adj: 500 };
 
+/// Whose turn it is to make a machine's chain shorter.
+#[derive(Default)]
+pub(super) struct Shortening {
+    turn: Arc<tokio::sync::Mutex<()>>,
+    /// The machine has ended: whoever works, stop.
+    stopped: Arc<AtomicBool>,
+}
+
+impl Shortening {
+    /// Nobody works at it any more once this returns.
+    pub(super) async fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        let _turn = self.turn.lock().await;
+    }
+}
+
 /// Begins to make the chain shorter if it is long. Errors are not the caller's: the next one tries again.
 pub(super) fn shorten(machine: &Arc<Running>, record: &Record) {
-    if record.layers.len() <= FEW || machine.shortening.swap(true, Ordering::AcqRel) {
+    if record.layers.len() <= FEW {
         return;
     }
+    let Ok(turn) = Arc::clone(&machine.shortening.turn).try_lock_owned() else { return };
     let (machine, layers) = (Arc::clone(machine), record.layers.clone());
     tokio::spawn(async move {
-        let done = in_background(&machine, layers).await;
-        machine.shortening.store(false, Ordering::Release);
-        if let Err(error) = done
-            && machine.monitor.watched.has_ended().is_none()
+        let _turn = turn;
+        if let Err(error) = in_background(&machine, layers).await
+            && machine.monitor.watched.process.is_alive()
         {
             tracing::warn!(dir = %machine.resources.dir.display(), %error, "the disk chain stays long");
         }
@@ -75,16 +94,10 @@ pub(super) async fn settle(machine: &Running, record: &mut Record) -> Result<()>
         return Ok(());
     }
     // One that was begun in the background works at the same place: it must have come to its end.
-    let begun = Instant::now();
-    while machine.shortening.swap(true, Ordering::AcqRel) {
-        if begun.elapsed() > PATIENCE {
-            return Err(EngineError::Monitor("does not finish shortening its disk".into()));
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    let flat = flatten(machine, record.layers.clone()).await;
-    machine.shortening.store(false, Ordering::Release);
-    follow(machine, record, flat?).await
+    let late = |_| EngineError::Monitor("does not finish shortening its disk".into());
+    let _turn = tokio::time::timeout(PATIENCE, machine.shortening.turn.lock()).await.map_err(late)?;
+    let flat = flatten(machine, record.layers.clone()).await?;
+    follow(machine, record, flat).await
 }
 
 async fn in_background(machine: &Running, layers: Vec<Layer>) -> Result<()> {
@@ -131,9 +144,11 @@ async fn flatten(machine: &Running, of: Vec<Layer>) -> Result<Flat> {
     let (host, resources, disk_mib) =
         (Arc::clone(&machine.host), machine.resources.clone(), machine.shape.disk_mib);
     let user = machine.monitor.member.lineage().user();
+    let stopped = Arc::clone(&machine.shortening.stopped);
     blocking(move || {
         let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
-        let work = Work { config: &host.config.common, place: resources.dir.join(PLACE), user, disk_mib };
+        let work =
+            Work { config: &host.config.common, place: resources.dir.join(PLACE), user, disk_mib, stopped };
         let made = work.run(&resources, &of, &layer);
         // Copies and other names: nothing is lost with them.
         remove_place(&work.place)?;
@@ -160,10 +175,14 @@ struct Work<'a> {
     place: PathBuf,
     user: Option<u32>,
     disk_mib: u32,
+    stopped: Arc<AtomicBool>,
 }
 
 impl Work<'_> {
     fn run(&self, resources: &Resources, of: &[Layer], flat: &Layer) -> Result<()> {
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(EngineError::Ended("its machine was ended".into()));
+        }
         remove_place(&self.place)?;
         fs::create_dir(&self.place).map_err(EngineError::at("make", &self.place))?;
         if let Some(user) = self.user {
@@ -222,9 +241,12 @@ impl Work<'_> {
         let how = loop {
             match process.try_reap() {
                 Some(how) => break how,
-                None if begun.elapsed() > PATIENCE => {
+                None if begun.elapsed() > PATIENCE || self.stopped.load(Ordering::Acquire) => {
                     process.kill().map_err(failed())?;
-                    break "no end".into();
+                    while process.try_reap().is_none() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    break "it was stopped".into();
                 }
                 None => std::thread::sleep(Duration::from_millis(1)),
             }
@@ -304,7 +326,8 @@ mod tests {
         }
         let flat = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
         let user = common.first_user;
-        let work = Work { config: &common, place: dir.path().join("m/flat"), user, disk_mib: DISK_MIB };
+        let (place, stopped) = (dir.path().join("m/flat"), Default::default());
+        let work = Work { config: &common, place, user, disk_mib: DISK_MIB, stopped };
         work.run(&resources, &of, &flat)?;
         check_overlay(&resources.dir, &flat.name, DISK_MIB)?;
         let short = [of[0].clone(), flat.clone()];

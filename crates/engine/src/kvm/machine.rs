@@ -2,6 +2,7 @@
 
 use super::{
     Host,
+    chain::Shortening,
     control::{ANSWER, Control, failed},
     frozen::KvmFrozen,
     ground::{Ground, kvm},
@@ -21,13 +22,7 @@ use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Ro
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
-use std::{
-    fs::File,
-    os::fd::OwnedFd,
-    path::PathBuf,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 use tokio::sync::Mutex;
 
 /// The handle that the node holds.
@@ -40,8 +35,7 @@ pub(super) struct Running {
     pub(super) resources: Resources,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
-    /// Somebody makes its disk chain shorter.
-    pub(super) shortening: AtomicBool,
+    pub(super) shortening: Shortening,
 }
 
 impl Running {
@@ -139,7 +133,7 @@ pub(super) async fn assemble(
         resources: resources.clone(),
         shape: record.shape,
         record: Mutex::new(record),
-        shortening: AtomicBool::new(false),
+        shortening: Shortening::default(),
     })))
 }
 
@@ -173,6 +167,7 @@ impl Machine for KvmMachine {
     async fn stop(&self) -> Result<()> {
         // Killed before the lock is asked for: a freeze that is under way fails and lets go.
         self.0.monitor.watched.kill().await?;
+        self.0.shortening.stop().await;
         let _record = self.0.record.lock().await;
         let resources = self.0.resources.clone();
         blocking(move || clear(&resources)).await

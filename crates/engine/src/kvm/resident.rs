@@ -100,7 +100,7 @@ impl Residents {
         }
         let key = files.key()?;
         let mut kept = self.0.lock().await;
-        kept.retain(|resident| resident.zygote.monitor.watched.has_ended().is_none());
+        kept.retain(|resident| resident.zygote.monitor.watched.process.is_alive());
         let known = kept.iter().position(|resident| resident.key == key && resident.scope == *scope);
         let resident = match known {
             Some(at) => kept.remove(at),

@@ -11,6 +11,7 @@
 //! /m/layers/<top>       its own: the one file it can change
 //! /m/device.state       its own, during a freeze
 //! /kernel, /initrd      root's, at a first boot
+//! /ram.so               root's, see `ram`
 //! ```
 //!
 //! Sockets and the tap are opened by the node and inherited, so the run directory is out of its reach: no name
@@ -55,12 +56,17 @@ pub(super) fn seen(user: Option<u32>, resources: &Resources) -> PathBuf {
     }
 }
 
+/// The root of all jails: each mounts over it in a namespace of its own.
+pub(super) fn root(host: &Host) -> PathBuf {
+    host.config.common.store.join("jail")
+}
+
 /// Can a monitor be jailed here? Says how they run.
 pub(super) fn probe(host: &Host) -> Result<String> {
     let Some(first) = host.config.common.first_user else {
         return Ok("its processes are not jailed, because this one is not root".into());
     };
-    let root = host.config.common.store.join("jail");
+    let root = root(host);
     let failed = || EngineError::at("jail a process in", &root);
     make_root(&root, &[INSIDE], &[KERNEL, INITRD]).map_err(failed())?;
     let limits = Limits { files: FILES, tasks: TASKS, file_bytes: 0, oom_score_adj: OOM_SCORE_ADJ };
@@ -89,7 +95,7 @@ pub(super) fn probe(host: &Host) -> Result<String> {
 
 /// The jail of a monitor.
 pub(super) fn build(host: &Host, user: u32, launch: &Launch<'_>) -> Result<Jail> {
-    let root = host.config.common.store.join("jail");
+    let root = root(host);
     let failed = || EngineError::at("make a jail in", &root);
     make_root(&root, &[INSIDE], &[KERNEL, INITRD]).map_err(failed())?;
     let disk = u64::from(launch.shape.disk_mib) << 20;

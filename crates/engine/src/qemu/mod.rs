@@ -17,6 +17,7 @@
 //! - `machine`: a machine that runs
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
+//! - `ram`: the library in QEMU that maps guest RAM
 //! - `thaw`: seats, and frozen machines that go on in them
 //! - `adopt`: machines found again
 //!
@@ -36,6 +37,7 @@ mod machine;
 mod memory;
 mod process;
 mod qmp;
+mod ram;
 mod thaw;
 
 use crate::{

@@ -3,8 +3,9 @@
 use super::{
     Host,
     args::{Inherited, Launch, Sockets, command_line},
-    jail,
+    jail, memory,
     qmp::Qmp,
+    ram,
 };
 use crate::{
     EngineError, Resources, Result, cgroup,
@@ -12,6 +13,7 @@ use crate::{
     users::User,
 };
 use keiki_protocol::net::TAP;
+use keiki_snapshot::MEMORY_FILE;
 use keiki_sys::{
     netns,
     process::{Process, Setup},
@@ -45,6 +47,7 @@ impl Monitor {
         let mut command = Command::new(binary);
         let inherited = inherit(launch.resources)?;
         command.args(command_line(launch, &inherited));
+        ram::preload(host, launch, &mut command)?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let netns = match &launch.resources.netns {
             Some(path) => Some(File::open(path).map_err(EngineError::at("open", path))?.into()),
@@ -64,10 +67,24 @@ impl Monitor {
         })
         .await?;
         let process = Arc::new(process);
+        keiki_sys::failpoint::reach("monitor");
         if user.is_some() {
             cgroup::confine(launch.resources, launch.shape, process.pid());
         }
-        match Self::attach(Arc::clone(&process), launch.resources, stderr, user).await {
+        let monitor = Self::attach(Arc::clone(&process), launch.resources, stderr, user).await;
+        let base = launch.resources.dir.join(MEMORY_FILE);
+        let pid = process.pid();
+        let on_image = move || {
+            // A loader that took the library for nothing would leave a guest with empty RAM.
+            File::open(&base)
+                .map_err(EngineError::at("open", &base))
+                .and_then(|base| memory::locate(pid, &base))
+        };
+        let checked = match monitor {
+            Ok(monitor) => blocking(on_image).await.map(|_| monitor),
+            Err(error) => Err(error),
+        };
+        match checked {
             Ok(monitor) => Ok(monitor),
             Err(error) => {
                 process.kill().map_err(EngineError::at("kill", binary))?;

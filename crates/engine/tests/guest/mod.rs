@@ -130,7 +130,13 @@ impl Lab {
     pub fn spec(&self) -> BootSpec {
         let disk = self.dir.path().join("disk.raw");
         let (kernel, initrd) = (self.kernel.clone(), self.initrd.clone());
-        BootSpec { shape: SHAPE, kernel, initrd, disk, cmdline: String::new() }
+        BootSpec {
+            shape: SHAPE,
+            kernel,
+            initrd,
+            disk,
+            cmdline: std::env::var("KEIKI_TEST_CMDLINE").unwrap_or_default(),
+        }
     }
 
     pub async fn boot(&self) -> Result<Guest> {
@@ -181,14 +187,12 @@ impl Guest {
                 }
             }
         };
-        match timeout(PATIENCE, hello).await {
-            Ok(done) => done?,
-            Err(_) => {
-                let console = guest.machine.console(4000).await;
-                bail!("the guest does not answer; its console: {}", String::from_utf8_lossy(&console));
-            }
-        }
-        Ok(guest)
+        let why = match timeout(PATIENCE, hello).await {
+            Ok(Ok(())) => return Ok(guest),
+            Ok(Err(error)) => format!("the guest cannot be asked ({error:#})"),
+            Err(_) => "the guest does not answer".into(),
+        };
+        bail!("{why}; {}", guest.last_words().await);
     }
 
     /// Runs a line in the guest's shell and returns what it printed.
@@ -196,11 +200,22 @@ impl Guest {
         self.serial += 1;
         let mark = format!("<<DONE {} {}>>\n", std::process::id(), self.serial);
         let command = format!("{line}\necho '{}'\n", mark.trim());
-        self.stream.write_all(command.as_bytes()).await?;
-        let output =
-            timeout(PATIENCE, self.until(&mark)).await.with_context(|| format!("no answer to {line}"))??;
+        let answer = async {
+            self.stream.write_all(command.as_bytes()).await?;
+            self.until(&mark).await
+        };
+        let output = match timeout(PATIENCE, answer).await {
+            Ok(Ok(output)) => output,
+            Ok(Err(error)) => bail!("no answer to {line} ({error:#}); {}", self.last_words().await),
+            Err(_) => bail!("no answer to {line}; {}", self.last_words().await),
+        };
         let clean: Vec<_> = output.lines().filter(|line| !line.starts_with("<<")).collect();
         Ok(clean.join("\n"))
+    }
+
+    async fn last_words(&self) -> String {
+        let console = self.machine.console(4000).await;
+        format!("its console: {}", String::from_utf8_lossy(&console))
     }
 
     async fn until(&mut self, mark: &str) -> Result<String> {
@@ -224,9 +239,9 @@ const INIT: &str = r#"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
-for m in virtio_mmio virtio_blk virtio-rng failover net_failover virtio_net; do insmod /m/$m.ko; done
+for m in virtio_mmio virtio_blk virtio-rng virtio_balloon failover net_failover virtio_net; do insmod /m/$m.ko; done
 echo init
-(n=0; while :; do n=$((n+1)); echo $n > /tmp/n; echo "tick $n"; sleep 0.1; done) &
+(n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; echo "tick $n"; sleep 0.1; done) &
 while :; do
   for p in /sys/class/virtio-ports/*; do
     [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/$(basename $p)
@@ -252,6 +267,7 @@ fn initramfs(package: &Path) -> Result<Vec<u8>> {
         "drivers/virtio/virtio_mmio",
         "drivers/block/virtio_blk",
         "drivers/char/hw_random/virtio-rng",
+        "drivers/virtio/virtio_balloon",
         "net/core/failover",
         "drivers/net/net_failover",
         "drivers/net/virtio_net",

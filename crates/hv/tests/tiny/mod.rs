@@ -158,10 +158,10 @@ pub fn restore(kvm: &Kvm, ram: &GuestRam, model: &CpuModel, state: &[u8]) -> (Vm
     let (vm_state, states): (VmState, Vec<VcpuState>) = postcard::from_bytes(state).unwrap();
     let vm = kvm.create_vm(ram).unwrap();
     let vcpus: Vec<_> = states.iter().map(|state| vm.create_vcpu(state.id, model).unwrap()).collect();
-    vm.restore(&vm_state).unwrap();
     for (vcpu, state) in vcpus.iter().zip(&states) {
         vcpu.restore(state).unwrap();
     }
+    vm.restore(&vm_state).unwrap();
     vm.set_clock(&vm_state).unwrap();
     (vm, vcpus)
 }

@@ -1,6 +1,14 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, dial::Dialed, exec::Session, files::Reading, metrics::Metrics, preview::Previews};
+use crate::{
+    Node, Result,
+    dial::Dialed,
+    exec::{Session, known::From},
+    files::Reading,
+    metrics::Metrics,
+    once::Once,
+    preview::Previews,
+};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
@@ -9,6 +17,7 @@ use keiki_types::{
     api::{
         Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
         Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        execs::{Exec, Signal, StartExec},
     },
 };
 
@@ -53,11 +62,11 @@ macro_rules! verbs {
 }
 
 verbs! {
-    fn create(request: CreateSandbox) -> Sandbox;
+    fn create(request: CreateSandbox, once: Option<Once>) -> Sandbox;
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;
@@ -70,11 +79,18 @@ verbs! {
     fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
     fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
-    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();
     fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn start_exec(id: SandboxId, request: StartExec) -> Exec;
+    fn execs(id: SandboxId) -> Vec<Exec>;
+    fn get_exec(id: SandboxId, exec: &str) -> Exec;
+    fn attach_exec(id: SandboxId, exec: &str, from: From) -> Session;
+    fn signal_exec(id: SandboxId, exec: &str, signal: Signal) -> ();
+    fn write_exec(id: SandboxId, exec: &str, data: BoxStream<'static, Result<Bytes>>, eof: bool) -> u64;
+    fn remove_exec(id: SandboxId, exec: &str) -> ();
     fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;

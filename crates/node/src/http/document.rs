@@ -1,6 +1,8 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{events, exec, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates};
+use super::{
+    events, exec, execs, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates,
+};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -46,7 +48,15 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         events::of_all,
         exec::buffered,
         exec::stream,
+        execs::start,
+        execs::list,
+        execs::get,
+        execs::delete,
+        execs::attach,
+        execs::signal,
+        execs::stdin,
         pty::open,
+        pty::attach,
         tcp::tcp,
         files::read,
         files::write,
@@ -116,6 +126,8 @@ failures! {
     Named { 404: "There is no such thing" }
     /// A route that wants a state.
     Stateful { 409: "The state does not allow it" }
+    /// A route whose requests may have a name.
+    Keyed { 400: "A field, or the Idempotency-Key, is wrong; the sentence names it", 422: "The Idempotency-Key was used for another request" }
     /// A route that moves a machine from state to state.
     Mover { 409: "The state does not allow it", 504: "The machine took too long" }
     /// A route that may be told to come back.
@@ -155,7 +167,7 @@ mod tests {
     const REFRESH: &str = "KEIKI_WRITE_OPENAPI";
 
     #[test]
-    fn the_committed_document_is_current() {
+    fn the_committed_openapi_document_is_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../openapi/v1.json");
         let current = openapi().to_pretty_json().unwrap() + "\n";
         if std::env::var_os(REFRESH).is_some() {

@@ -27,6 +27,8 @@ const BODY_WHOLE: Duration = Duration::from_secs(300);
 pub(super) struct OfSandbox(pub SandboxId);
 /// The port a path names.
 pub(super) struct OfPort(pub u16);
+/// The command a path names.
+pub(super) struct OfExec(pub String);
 /// The snapshot a path names.
 pub(super) struct OfSnapshot(pub SnapshotId);
 /// The template a path names.
@@ -76,6 +78,21 @@ impl<S: Send + Sync> FromRequestParts<S> for OfPort {
         match text.parse() {
             Ok(port @ 1..) => Ok(Self(port)),
             _ => Err(Error::Invalid(format!("the port must be from 1 to 65535, not {}", shown(&text)))),
+        }
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for OfExec {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self> {
+        let text = param(parts, state, "exec").await?;
+        // No command has a longer one, or another kind.
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+        if text.len() > 64 || !text.bytes().all(plain) {
+            Err(missing("command", &text))
+        } else {
+            Ok(Self(text))
         }
     }
 }

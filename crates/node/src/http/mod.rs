@@ -17,11 +17,13 @@ mod document;
 mod errors;
 mod events;
 mod exec;
+mod execs;
 mod extract;
 mod files;
 mod fork;
 mod logs;
 mod meta;
+mod once;
 mod ports;
 mod proxy;
 mod pty;
@@ -35,6 +37,7 @@ mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
+mod upload;
 
 pub use document::openapi;
 pub use serve::serve;
@@ -120,7 +123,15 @@ fn routes(app: App) -> Router {
         events::of_all as __path_of_all,
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
+        execs::start as __path_start,
+        execs::list as __path_list,
+        execs::get as __path_get,
+        execs::delete as __path_delete,
+        execs::attach as __path_attach,
+        execs::signal as __path_signal,
+        execs::stdin as __path_stdin,
         pty::open as __path_open,
+        pty::attach as __path_attach,
         tcp::tcp as __path_tcp,
         files::read as __path_read,
         files::write as __path_write,

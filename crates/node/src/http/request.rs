@@ -117,7 +117,7 @@ fn allowed(app: &App, parts: &Parts) -> Result<()> {
 
 /// The key: `Authorization: Bearer`, else `X-API-Key`, else (for what a browser opens without headers: event
 /// streams and WebSockets) `?access_token=`.
-fn key(parts: &Parts) -> Option<String> {
+pub(super) fn key(parts: &Parts) -> Option<String> {
     let headers = &parts.headers;
     let bare = || {
         let text = |name: HeaderName| headers.get(name).and_then(|value| value.to_str().ok());

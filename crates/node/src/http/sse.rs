@@ -102,6 +102,11 @@ impl Text {
 }
 
 impl Decoder {
+    /// Bytes held back.
+    pub(super) fn held(&self) -> usize {
+        self.pending.len()
+    }
+
     /// Text of everything whole so far; None if there is none.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Option<Text> {
         let mut whole = std::mem::take(&mut self.pending);

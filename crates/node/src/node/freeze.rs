@@ -17,12 +17,14 @@ use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
     lifecycle::{Decision, Verb},
+    once::Once,
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
     store::{make_dir, tree_bytes},
 };
 use futures::future::join_all;
 use keiki_engine::{Frozen, Image};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, Shape, SnapshotId, Status,
     api::{self, EventKind, ForkSandbox, Forked, Timings},
@@ -122,7 +124,12 @@ impl Inner {
         Ok((guard, Some(live)))
     }
 
-    pub(super) async fn snapshot(self: &Arc<Self>, id: SandboxId) -> Result<api::Snapshot> {
+    pub(super) async fn snapshot(
+        self: &Arc<Self>,
+        id: SandboxId,
+        once: Option<&Once>,
+    ) -> Result<api::Snapshot> {
+        let _armed = arm("snapshot");
         let mut clock = Clock::start();
         let sandbox = self.sandbox(id)?;
         let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
@@ -131,7 +138,7 @@ impl Inner {
         let _room = self.room_for(record.shape, 0)?;
         let snapshot = SnapshotId::new();
         let dir = self.store.snapshot(snapshot);
-        let made = self.take_snapshot(&sandbox, &live, snapshot, &mut clock).await;
+        let made = self.take_snapshot(&sandbox, &live, snapshot, once, &mut clock).await;
         match made {
             Ok((snapshot_record, taken)) => {
                 let timings = frozen_timings(&clock, &taken);
@@ -154,6 +161,7 @@ impl Inner {
         sandbox: &Sandbox,
         live: &Live,
         id: SnapshotId,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<(SnapshotRecord, Taken)> {
         let record = sandbox.record();
@@ -175,7 +183,7 @@ impl Inner {
             engine: record.engine,
             metadata: record.metadata,
         };
-        self.records.put(vec![snapshot.clone()]).await?;
+        self.records.put_made(vec![snapshot.clone()], once.map(|once| once.made([id]))).await?;
         // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
         sandbox.update(|record| record.parent_snapshot_id = Some(id));
         self.records.put(vec![sandbox.record()]).await?;
@@ -183,7 +191,13 @@ impl Inner {
         Ok((snapshot, taken))
     }
 
-    pub(super) async fn fork(self: &Arc<Self>, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
+    pub(super) async fn fork(
+        self: &Arc<Self>,
+        id: SandboxId,
+        fork: ForkSandbox,
+        once: Option<&Once>,
+    ) -> Result<Forked> {
+        let _armed = arm("fork");
         let mut clock = Clock::start();
         let count = request::fork_count(fork.count)?;
         let sandbox = self.sandbox(id)?;
@@ -237,7 +251,7 @@ impl Inner {
                 return Err(error);
             }
         };
-        self.finish_fork(&parent, children, lives, &taken, &mut clock).await
+        self.finish_fork(&parent, children, lives, &taken, once, &mut clock).await
     }
 
     /// Monitors first, while the parent runs; then one freeze; then all thaws. All or nothing.
@@ -289,6 +303,7 @@ impl Inner {
         children: Vec<SandboxRecord>,
         lives: Vec<(Live, Clock)>,
         taken: &Taken,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<Forked> {
         // A child's clock goes on from the fork's own, which has one step more by now: `thaws`.
@@ -301,7 +316,8 @@ impl Inner {
             record.timings = Some(released_timings(own_clock, Some(taken.pause)));
             records.push(record);
         }
-        if let Err(error) = self.records.put(records.clone()).await {
+        let request = once.map(|once| once.made(records.iter().map(|record| record.id)));
+        if let Err(error) = self.records.put_made(records.clone(), request).await {
             join_all(lives.iter().map(|(live, _)| self.end_unnamed(live))).await;
             self.forget(&records, &error).await;
             return Err(error);
@@ -343,6 +359,7 @@ impl Inner {
     }
 
     async fn hibernate_leaving(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
+        let _armed = arm("hibernate");
         let mut clock = Clock::start();
         let record = sandbox.record();
         let _room = self.room_for(record.shape, 0)?;

@@ -15,6 +15,7 @@ mod bake;
 mod freeze;
 mod machine;
 mod observe;
+mod once;
 pub(crate) mod request;
 mod sources;
 mod start;
@@ -26,7 +27,9 @@ use crate::{
     admission::{Admission, DiskRoom},
     error::{Error, Result},
     events::{Events, event},
+    locks::Locks,
     metrics::Metrics,
+    once::Once,
     preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
@@ -60,6 +63,8 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
     pub cache_dir: Option<PathBuf>,
+    /// Where users keep templates of their own, `NAME.toml` each.
+    pub templates_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
     /// Keys that may use the API. None: any key, which is allowed on loopback only.
@@ -128,6 +133,8 @@ pub(crate) struct Inner {
     starting: tokio::sync::Semaphore,
     templates: template::Templates,
     sources: sources::Sources,
+    /// Named requests under way, by their keys.
+    requests: Locks<String>,
     /// What must end before the node does.
     under_way: TaskTracker,
     sandboxes: RwLock<HashMap<SandboxId, Arc<Sandbox>>>,
@@ -244,10 +251,10 @@ impl Node {
     /// Makes a sandbox from a template or a snapshot.
     ///
     /// # Errors
-    /// 400, 404, 503 while the template is being built, 507.
-    pub async fn create(&self, request: CreateSandbox) -> Result<api::Sandbox> {
+    /// 400, 404, 503 while the template is being built, 507; 409 and 422 for a named request.
+    pub async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.create(request).await }).await
+        self.inner.to_the_end(async move { inner.create_once(request, once).await }).await
     }
 
     /// Newest first. `memory`: fill in memory use.
@@ -284,10 +291,10 @@ impl Node {
     /// Branches children off a sandbox, all or none.
     ///
     /// # Errors
-    /// 400, 404, 409, 507.
-    pub async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    /// 400, 404, 409, 507; 422 for a named request.
+    pub async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.fork(id, request).await }).await
+        self.inner.to_the_end(async move { inner.fork_once(id, request, once).await }).await
     }
 
     /// Keeps one child of a fork-tree.
@@ -374,24 +381,25 @@ impl Node {
         self.lifecycle(id).await
     }
 
-    /// The last `limit` bytes of the guest's console.
+    /// The last `limit` bytes of the guest's console; of a machine that ended by itself, what it said at its end.
     ///
     /// # Errors
     /// 404.
     pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> {
-        match self.inner.sandbox(id)?.live() {
+        let sandbox = self.inner.sandbox(id)?;
+        match sandbox.live() {
             Some(live) => Ok(live.machine.console(limit).await.into()),
-            None => Ok(Bytes::new()),
+            None => Ok(crate::sandbox::console_of(&sandbox.record()).unwrap_or_default().into()),
         }
     }
 
     /// Takes a snapshot; the sandbox goes on.
     ///
     /// # Errors
-    /// 404, 409, 507.
-    pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    /// 404, 409, 507; 422 for a named request.
+    pub async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.snapshot(id).await }).await
+        self.inner.to_the_end(async move { inner.snapshot_once(id, once).await }).await
     }
 
     /// Newest first.

@@ -7,6 +7,7 @@ use crate::{
     error::{Error, Result},
     events::Events,
     guest::GuestLink,
+    locks::Locks,
     metrics::Metrics,
     preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
@@ -15,6 +16,7 @@ use crate::{
 };
 use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
+use keiki_sys::failpoint;
 use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
@@ -81,6 +83,7 @@ impl Node {
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
+            requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });
@@ -189,6 +192,7 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
 
 impl Inner {
     async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
+        let _armed = failpoint::arm("start");
         self.clear_scratch().await?;
         let mut named = HashSet::new();
         for record in known {
@@ -215,6 +219,7 @@ impl Inner {
         match found {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
+                failpoint::reach("adopt");
                 if record.status == Status::Running {
                     self.tell(record.id, EventKind::Running, |_| {});
                 }

@@ -10,10 +10,12 @@ use crate::{
     clock::Clock,
     error::{Error, Result},
     lifecycle::{Decision, Verb},
+    once::Once,
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Begin, Live, Sandbox, Use},
 };
 use keiki_engine::{Frozen, SharingScope};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, SnapshotId, Status, TemplateName,
     api::{self, CreateSandbox, EventKind, Promote, Promoted},
@@ -25,30 +27,15 @@ use time::OffsetDateTime;
 const RESTORE_DISK_BYTES: u64 = 16 << 20;
 
 impl Inner {
-    pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
+    pub(super) async fn create(
+        self: &Arc<Self>,
+        asked: CreateSandbox,
+        once: Option<&Once>,
+    ) -> Result<api::Sandbox> {
+        let _armed = arm(if asked.from_snapshot.is_some() { "restore" } else { "create" });
         let mut clock = Clock::start();
         let (ttl_seconds, metadata) = request::create(&asked)?;
-        let base = SandboxRecord {
-            id: SandboxId::new(),
-            template: String::new(),
-            template_version: String::new(),
-            shape: keiki_types::Shape { vcpus: 0, memory_mib: 0, disk_mib: 0 },
-            status: Status::Creating,
-            created_at: OffsetDateTime::now_utc(),
-            metadata,
-            from_snapshot: None,
-            parent_sandbox_id: None,
-            parent_snapshot_id: None,
-            origin: Origin::Create,
-            boot_ms: 0,
-            persistent: asked.persistent.unwrap_or(false),
-            ttl_seconds,
-            generation: 0,
-            engine: self.engine.kind(),
-            slot: None,
-            timings: None,
-            error: None,
-        };
+        let base = self.blank_record(ttl_seconds, metadata, asked.persistent.unwrap_or(false));
         match &asked.from_snapshot {
             Some(id) => {
                 let id =
@@ -69,7 +56,7 @@ impl Inner {
                 };
                 let frozen = self.load(&dir).await?;
                 clock.lap("load");
-                self.bring_up(record, frozen.as_ref(), None, &mut clock).await
+                self.bring_up(record, frozen.as_ref(), None, once, &mut clock).await
             }
             None => {
                 let name = asked.template.as_deref().unwrap_or("base");
@@ -88,10 +75,40 @@ impl Inner {
                 let record =
                     SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
                 clock.lap("admit");
-                let made = self.bring_up(record, baked.frozen.as_ref(), place, &mut clock).await;
+                let made = self.bring_up(record, baked.frozen.as_ref(), place, once, &mut clock).await;
                 self.refill(&baked);
                 made
             }
+        }
+    }
+
+    /// A sandbox of nothing yet.
+    fn blank_record(
+        &self,
+        ttl_seconds: u64,
+        metadata: BTreeMap<String, String>,
+        persistent: bool,
+    ) -> SandboxRecord {
+        SandboxRecord {
+            id: SandboxId::new(),
+            template: String::new(),
+            template_version: String::new(),
+            shape: keiki_types::Shape { vcpus: 0, memory_mib: 0, disk_mib: 0 },
+            status: Status::Creating,
+            created_at: OffsetDateTime::now_utc(),
+            metadata,
+            from_snapshot: None,
+            parent_sandbox_id: None,
+            parent_snapshot_id: None,
+            origin: Origin::Create,
+            boot_ms: 0,
+            persistent,
+            ttl_seconds,
+            generation: 0,
+            engine: self.engine.kind(),
+            slot: None,
+            timings: None,
+            error: None,
         }
     }
 
@@ -101,6 +118,7 @@ impl Inner {
         record: SandboxRecord,
         frozen: &dyn Frozen,
         place: Option<Place>,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let prepared = async {
@@ -133,7 +151,7 @@ impl Inner {
             self.thaw(frozen, place, who, ticket, clock).await
         };
         match made.await {
-            Ok(live) => self.come_up(record, live, clock).await,
+            Ok(live) => self.come_up(record, live, once, clock).await,
             Err(error) => {
                 self.forget(&[record], &error).await;
                 Err(error)
@@ -154,6 +172,7 @@ impl Inner {
         self: &Arc<Self>,
         record: SandboxRecord,
         live: Live,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let record = SandboxRecord {
@@ -163,7 +182,8 @@ impl Inner {
             timings: Some(released_timings(clock, None)),
             ..record
         };
-        if let Err(error) = self.records.put(vec![record.clone()]).await {
+        let request = once.map(|once| once.made([record.id]));
+        if let Err(error) = self.records.put_made(vec![record.clone()], request).await {
             self.end_live(record.id, &live).await;
             self.forget(&[record], &error).await;
             return Err(error);
@@ -186,6 +206,7 @@ impl Inner {
 
     /// Wakes a hibernated sandbox; call with its verb held. On error it stays hibernated.
     pub(super) async fn wake_locked(self: &Arc<Self>, sandbox: &Arc<Sandbox>) -> Result<()> {
+        let _armed = arm("wake");
         let mut clock = Clock::start();
         let record = sandbox.record();
         let ticket = self.admission.admit(record.shape, 1)?.pop();
@@ -225,6 +246,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Pause)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("pause");
             let mut clock = Clock::start();
             // In the order of a freeze, so that a paused machine can be copied like a frozen one.
             live.guest.flush().await?;
@@ -249,6 +271,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Resume)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("resume");
             let mut clock = Clock::start();
             live.machine
                 .resume()
@@ -283,6 +306,7 @@ impl Inner {
     /// Deletes a sandbox that is `stopping` and was `before` until then; call with its verb held. On error it
     /// is as before.
     pub(super) async fn delete_claimed(&self, sandbox: &Sandbox, before: Status) -> Result<()> {
+        let _armed = arm("delete");
         let mut clock = Clock::start();
         let record = sandbox.record();
         // Removed from the records first: a crash from here on finishes the removal at the next start.
@@ -329,6 +353,7 @@ impl Inner {
     }
 
     pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        let _armed = arm("delete_snapshot");
         self.snapshot_record(id).await?;
         self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
         let dir = self.store.snapshot(id);

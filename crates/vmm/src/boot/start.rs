@@ -3,7 +3,7 @@
 
 use super::{Error, layout, put};
 use keiki_hv::{GuestRam, Result as HvResult, Vcpu};
-use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+use kvm_bindings::{kvm_lapic_state, kvm_regs, kvm_segment, kvm_sregs};
 
 /// Model-specific registers that firmware would have set: string instructions are fast, and all memory can be cached.
 const MSRS: [(u32, u64); 2] = [(0x1a0, 1), (0x2ff, 1 << 11 | 6)];
@@ -43,6 +43,9 @@ impl Entry {
     /// Those of the calls.
     pub fn apply(self, vcpu: &Vcpu) -> HvResult<()> {
         vcpu.set_msrs(&MSRS)?;
+        let mut lapic = vcpu.lapic()?;
+        mask_old_interrupts(&mut lapic);
+        vcpu.set_lapic(&lapic)?;
         if vcpu.id() != 0 {
             return Ok(());
         }
@@ -82,6 +85,19 @@ impl Entry {
         }
     }
 }
+
+/// A guest of a platform without the old interrupt controllers (PICs) never sets them up, but KVM has them: the
+/// serial console's line would reach the processor through them too, with a number that means "overflow".
+fn mask_old_interrupts(lapic: &mut kvm_lapic_state) {
+    for (register, byte) in lapic.regs.iter_mut().skip(LVT0).zip(LVT_MASKED_EXTINT.to_le_bytes()) {
+        *register = byte.cast_signed();
+    }
+}
+
+/// Offset of the register for the line that the PICs are on.
+const LVT0: usize = 0x350;
+/// Masked, of the PICs.
+const LVT_MASKED_EXTINT: u32 = 1 << 16 | 7 << 8;
 
 /// Descriptors of [`put_tables`].
 const DESCRIPTORS: u16 = 5;
@@ -152,6 +168,15 @@ mod tests {
             assert_eq!(entry & 0x83, 0x83, "present, writable, large");
             assert_eq!(entry & !0x1f_ffff, address & !0x1f_ffff);
         }
+    }
+
+    #[test]
+    fn the_old_interrupt_controllers_reach_nobody() {
+        let mut lapic = kvm_lapic_state::default();
+        mask_old_interrupts(&mut lapic);
+        let bytes: Vec<u8> = lapic.regs[0x350..0x354].iter().map(|byte| byte.cast_unsigned()).collect();
+        assert_eq!(bytes, [0, 7, 1, 0]);
+        assert_eq!(lapic.regs.iter().filter(|byte| **byte != 0).count(), 2);
     }
 
     #[test]

@@ -146,6 +146,8 @@ pub struct Monitor {
     pub process: Process,
     pub client: Client,
     pub files: Option<Files>,
+    /// Where guest memory is, where that was looked up before.
+    pub ram: Option<u64>,
 }
 
 /// What one machine was given.
@@ -190,7 +192,7 @@ impl Place {
         command.args(start.to_args()).env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let setup = Setup { keep: vec![theirs], ..Setup::default() };
         let (process, _) = Process::spawn(&mut command, setup).unwrap();
-        Monitor { process, client, files: None }
+        Monitor { process, client, files: None, ram: None }
     }
 
     fn new_files(&self, layers: Vec<PathBuf>) -> (Files, Vec<(Role, OwnedFd)>) {
@@ -251,7 +253,7 @@ impl Place {
         let mut files = machine.files.clone().unwrap();
         machine.files.as_mut().unwrap().layers.push(top);
         files.layers.shrink_to_fit();
-        (Monitor { process, client, files: Some(files) }, frozen)
+        (Monitor { process, client, files: Some(files), ram: None }, frozen)
     }
 
     /// Gives the machine one raw layer in place of all that lie below its top.
@@ -269,9 +271,14 @@ impl Place {
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
         let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
         assert_eq!(answer.pid, thawed.pid, "somebody else answered");
-        let process = Process::open(thawed.pid).unwrap().unwrap();
-        let client = Client::connect(&files.socket)?;
-        Ok((Monitor { process, client, files: Some(files) }, thawed))
+        Ok((self.adopt(thawed.pid, files), thawed))
+    }
+
+    /// A machine that was forked off by somebody, by its number and files.
+    pub fn adopt(&self, pid: u32, files: Files) -> Monitor {
+        let process = Process::open(pid).unwrap().unwrap();
+        let client = Client::connect(&files.socket).unwrap();
+        Monitor { process, client, files: Some(files), ram: None }
     }
 
     pub fn thaw(&self, zygote: &mut Monitor) -> Monitor {
@@ -394,6 +401,26 @@ impl Monitor {
     /// The one mapping of its size (16 MiB, or what is given).
     pub fn ram_start(&self) -> u64 {
         self.ram_start_of(16)
+    }
+
+    /// Looks up where RAM of this size is: [`Monitor::peek_at`] is quick then.
+    pub fn remember_ram(&mut self, mib: u64) {
+        self.ram = Some(self.ram_start_of(mib));
+    }
+
+    pub fn peek_at(&self, at: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.mem().read_exact_at(&mut bytes, self.ram.unwrap() + at).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    /// MiB that the mapping at this address has for itself.
+    pub fn private_of_mapping(&self, start: u64) -> f64 {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
+        let from = smaps.find(&format!("{start:x}-")).unwrap();
+        let lines = smaps[from..].lines().filter(|line| line.starts_with("Private_"));
+        let kib = lines.take(2).filter_map(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
+        kib.sum::<f64>() / 1024.0
     }
 
     pub fn ram_start_of(&self, mib: u64) -> u64 {

@@ -261,3 +261,43 @@ async fn stopping_is_bounded_and_ends_what_runs() {
     assert!(begun.elapsed() >= Duration::from_millis(500), "the command had its grace");
     assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
 }
+
+#[tokio::test]
+async fn each_direction_of_a_port_ends_for_itself() {
+    let server = Server::start().await;
+    let open = |port: u16| {
+        let url = format!("ws://{}/v1/sandboxes/{}/tcp/{port}", server.address, the_sandbox());
+        let stream = server.connect();
+        async move { client_async(url, stream.await).await }
+    };
+    let refused = open(9).await.unwrap_err();
+    let tokio_tungstenite::tungstenite::Error::Http(answer) = refused else { panic!("{refused}") };
+    assert_eq!(answer.status(), 502);
+    // It echoes: what comes back ends because what we sent did.
+    let (mut socket, _) = open(7).await.unwrap();
+    socket.send(Message::Binary(vec![1; 100_000].into())).await.unwrap();
+    socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
+    let (mut bytes, mut ended) = (0, false);
+    while let Some(Ok(message)) = timeout(LONG, socket.next()).await.unwrap() {
+        match message {
+            Message::Binary(data) if !ended => bytes += data.len(),
+            Message::Text(text) => ended = text.as_str() == r#"{"eof":true}"#,
+            other => assert!(matches!(other, Message::Close(_)), "{other:?}"),
+        }
+    }
+    assert_eq!((bytes, ended), (100_000, true));
+    // It ends first, and still gets what we say then.
+    let (mut socket, _) = open(13).await.unwrap();
+    let words = [Message::Binary("now".into()), Message::Text(r#"{"eof":true}"#.into())];
+    for word in words {
+        assert_eq!(timeout(LONG, socket.next()).await.unwrap().unwrap().unwrap(), word);
+    }
+    socket.send(Message::Binary("later".into())).await.unwrap();
+    socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
+    let noted = async {
+        while !server.twin.calls.lock().unwrap().iter().any(|call| call == "port 13 got 5 true") {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LONG, noted).await.expect("what came after its end was lost");
+}
