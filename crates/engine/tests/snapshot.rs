@@ -10,7 +10,8 @@ use keiki_engine::{
 };
 use std::{
     fs::{self, File},
-    path::Path,
+    io::{Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
     process::Command,
 };
 
@@ -128,6 +129,26 @@ impl SmallStore {
         ensure!(mounted.success(), "mount failed");
         Ok(Some(Self(point)))
     }
+
+    fn dir(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.0.path().join(name);
+        fs::create_dir(&dir)?;
+        Ok(dir)
+    }
+}
+
+/// A guest whose files are on a small filesystem, with 16 MiB of noise in its RAM, and their hash.
+async fn boot_on(lab: &Lab, small: &SmallStore) -> Result<(Qemu, Guest, String)> {
+    let engine = Qemu::new(QemuConfig::new(small.0.path().join("store")));
+    let run_dir = lab.fresh("run")?;
+    let resources = keiki_engine::Resources { dir: small.dir("machine")?, run_dir, netns: None };
+    let disk = small.0.path().join("disk.raw");
+    File::create(&disk)?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
+    let spec = keiki_engine::BootSpec { disk, ..lab.spec() };
+    let machine = engine.boot(&spec, resources).await?;
+    let mut guest = Guest::connect(machine).await?;
+    let hash = guest.sh(FILL).await?;
+    Ok((engine, guest, hash))
 }
 
 impl Drop for SmallStore {
@@ -144,20 +165,8 @@ impl Drop for SmallStore {
 async fn a_full_disk_fails_the_freeze_and_nothing_else() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let Some(small) = SmallStore::new(&lab)? else { return Ok(()) };
-    let at = |name: &str| -> Result<std::path::PathBuf> {
-        let dir = small.0.path().join(name);
-        fs::create_dir(&dir)?;
-        Ok(dir)
-    };
-    let engine = Qemu::new(QemuConfig::new(small.0.path().join("store")));
-    let run_dir = lab.fresh("run")?;
-    let resources = keiki_engine::Resources { dir: at("machine")?, run_dir, netns: None };
-    let disk = small.0.path().join("disk.raw");
-    File::create(&disk)?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
-    let spec = keiki_engine::BootSpec { disk, ..lab.spec() };
-    let machine = engine.boot(&spec, resources).await?;
-    let mut guest = Guest::connect(machine).await?;
-    let hash = guest.sh(FILL).await?;
+    let (engine, mut guest, hash) = boot_on(&lab, &small).await?;
+    let at = |name: &str| small.dir(name);
     let filler = small.0.path().join("filler");
     let free = rustix::fs::statvfs(small.0.path())?;
     // Less than the guest's RAM needs, more than the small files need.
@@ -209,5 +218,38 @@ async fn a_machine_that_shares_with_nobody_has_its_own_memory_file() -> Result<(
         assert_eq!(inode(&copy.machine.resources().dir)? == inode(&dir)?, shared);
         copy.machine.stop().await?;
     }
+    Ok(())
+}
+
+/// The disk fills up between the freeze and the persist: refused, without a manifest, and possible later.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_fails_the_persist_and_leaves_no_manifest() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(small) = SmallStore::new(&lab)? else { return Ok(()) };
+    let (engine, mut guest, hash) = boot_on(&lab, &small).await?;
+    let image = engine.image(&small.dir("frozen")?, SHAPE).await?;
+    let dir = image.dir.clone();
+    let (frozen, _) = guest.machine.freeze(image).await?;
+    let filler = small.0.path().join("filler");
+    let mut fill = File::create(&filler)?;
+    let free = rustix::fs::statvfs(small.0.path())?;
+    let most = free.f_bavail * free.f_frsize / 10 * 9;
+    rustix::fs::fallocate(&fill, rustix::fs::FallocateFlags::empty(), 0, most)?;
+    // To the last block.
+    fill.seek(SeekFrom::End(0))?;
+    while fill.write_all(&[7; 4096]).and_then(|()| fill.sync_data()).is_ok() {}
+    match frozen.persist().await {
+        Err(EngineError::NoSpace(_)) => {}
+        other => anyhow::bail!("wanted NoSpace, got {other:?}"),
+    }
+    let left = |name: &str| dir.join(name).exists();
+    ensure!(!left("manifest.json") && !left(".manifest.new"), "half a manifest is there");
+    ensure!(engine.load(&dir, SharingScope::Node).await.is_err(), "a snapshot without a manifest was loaded");
+    ensure!(guest.sh("sha256sum < /tmp/ram").await? == hash, "the machine did not go on");
+    drop(fill);
+    fs::remove_file(&filler)?;
+    frozen.persist().await?;
+    engine.load(&dir, SharingScope::Node).await?;
+    guest.machine.stop().await?;
     Ok(())
 }

@@ -156,6 +156,7 @@ pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result
 
 /// All clients, for a while; afterwards everything they made is deleted, and the node at rest.
 async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
+    let cpu = metric(&metrics(node).await?, "process_cpu_seconds_total").context("no CPU time")?;
     let until = Instant::now() + how_long;
     let shared = try_join_all((0..SANDBOXES).map(|_| Sandbox::create(&node.client))).await?;
     let figures = Arc::new(Figures::default());
@@ -180,6 +181,8 @@ async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
         done?;
     }
     let done = figures.tell();
+    let cpu = metric(&metrics(node).await?, "process_cpu_seconds_total").context("no CPU time")? - cpu;
+    println!("        the node itself used {cpu:.1} s of CPU in {:.0} s", how_long.as_secs_f64());
     ensure!(done > CLIENTS * 4, "only {done} requests in all");
     node.delete_all().await;
     settle(node).await
