@@ -49,6 +49,11 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
+    /// The command line.
+    pub fn keiki(&self) -> PathBuf {
+        self.bin.join("keiki")
+    }
+
     /// A small file for a test; returns its path.
     pub fn file(&self, name: &str, contents: &str) -> Result<String> {
         let path = self.root.join(name);

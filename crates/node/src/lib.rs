@@ -16,6 +16,7 @@ mod node;
 mod records;
 mod sandbox;
 mod store;
+pub mod trees;
 mod upload;
 
 pub use error::{Error, Result};

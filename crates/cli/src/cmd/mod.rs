@@ -27,6 +27,8 @@ pub mod snapshot;
 pub mod snapshots;
 pub mod template;
 pub mod tree;
+pub mod ttl;
 mod verb;
 pub mod version;
 pub mod wake;
+pub mod watch;

@@ -1,6 +1,6 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{exec, execs, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates};
+use super::{exec, execs, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates, trees};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -61,6 +61,9 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         files::remove,
         files::chmod,
         files::symlink,
+        trees::pack,
+        trees::unpack,
+        trees::watch,
         snapshots::take,
         snapshots::list,
         snapshots::get,
