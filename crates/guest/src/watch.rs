@@ -170,7 +170,7 @@ impl Watcher {
         let fd = self.fd.try_clone().map_err(|error| self.failed(error))?;
         let mut reader = Reader::new(fd, &mut buffer);
         // Where something went from, until it is known where to.
-        let mut left: Option<(u32, PathBuf, bool)> = None;
+        let mut left = None;
         loop {
             let raw = match reader.next() {
                 Ok(raw) => raw,
@@ -181,71 +181,104 @@ impl Watcher {
                 Err(Errno::INTR) => continue,
                 Err(error) => return Err(self.failed(error.into())),
             };
-            let flags = raw.events();
-            if flags.contains(ReadFlags::QUEUE_OVERFLOW) {
-                told.push(event("overflow", &self.root.clone(), false));
-                if !self.root.exists() {
-                    // Its own removal is among what is missing.
-                    told.push(event("removed", &self.root.clone(), false));
-                    self.over = true;
-                    return Ok(told);
-                }
-                if self.recursive {
-                    // Directories that appeared meanwhile; what is in them is not told anew.
-                    self.add_tree(&self.root.clone(), &mut Vec::new())?;
-                }
-                continue;
-            }
-            let Some(dir) = self.dirs.get(&raw.wd()).cloned() else { continue };
-            let name = raw.file_name().map(|name| OsStr::from_bytes(name.to_bytes()).to_owned());
-            let path = name.map_or_else(|| dir.clone(), |name| dir.join(name));
-            let is_dir = flags.contains(ReadFlags::ISDIR);
-            let cookie = raw.cookie();
-            if let Some((_, from, was_dir)) =
-                left.take_if(|(of, ..)| !(flags.contains(ReadFlags::MOVED_TO) && *of == cookie))
-            {
-                told.push(event("removed", &from, was_dir));
-            }
-            match () {
-                () if flags.contains(ReadFlags::IGNORED) => drop(self.dirs.remove(&raw.wd())),
-                () if flags.intersects(ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF) => {
-                    // Of those below, their parents tell.
-                    if dir == self.root {
-                        told.push(event("removed", &dir, self.root.is_dir()));
-                        self.over = true;
-                        return Ok(told);
-                    }
-                }
-                () if flags.contains(ReadFlags::MOVED_FROM) => {
-                    self.drop_tree(&path);
-                    left = Some((cookie, path, is_dir));
-                }
-                () if flags.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) => {
-                    match left.take() {
-                        Some((_, from, _)) => {
-                            told.push(WatchEvent { from: bytes(&from), ..event("moved", &path, is_dir) });
-                        }
-                        None => told.push(event("created", &path, is_dir)),
-                    }
-                    if is_dir && self.recursive {
-                        self.add_tree(&path, &mut told)?;
-                    }
-                }
-                () if flags.contains(ReadFlags::DELETE) => told.push(event("removed", &path, is_dir)),
-                () if flags.contains(ReadFlags::MODIFY) => told.push(event("modified", &path, is_dir)),
-                () if flags.contains(ReadFlags::CLOSE_WRITE) => told.push(event("closed", &path, is_dir)),
-                () if flags.contains(ReadFlags::ATTRIB) => told.push(event("attributes", &path, is_dir)),
-                () => {}
+            let raw = Raw {
+                flags: raw.events(),
+                watch: raw.wd(),
+                cookie: raw.cookie(),
+                name: raw.file_name().map(|name| OsStr::from_bytes(name.to_bytes()).to_owned()),
+            };
+            self.tell(raw, &mut left, &mut told)?;
+            if self.over {
+                return Ok(told);
             }
             if reader.is_buffer_empty() {
                 break;
             }
         }
-        if let Some((_, from, was_dir)) = left {
-            told.push(event("removed", &from, was_dir));
+        if let Some(gone) = left {
+            told.push(event("removed", &gone.path, gone.is_dir));
         }
         Ok(told)
     }
+
+    /// What one event of the kernel means.
+    fn tell(
+        &mut self,
+        raw: Raw,
+        left: &mut Option<Left>,
+        told: &mut Vec<WatchEvent>,
+    ) -> Result<(), FileError> {
+        let Raw { flags, watch, cookie, name } = raw;
+        if flags.contains(ReadFlags::QUEUE_OVERFLOW) {
+            return self.overflown(told);
+        }
+        let Some(dir) = self.dirs.get(&watch).cloned() else { return Ok(()) };
+        let path = name.map_or_else(|| dir.clone(), |name| dir.join(name));
+        let is_dir = flags.contains(ReadFlags::ISDIR);
+        let arrives = |left: &mut Left| flags.contains(ReadFlags::MOVED_TO) && left.cookie == cookie;
+        if let Some(gone) = left.take_if(|left| !arrives(left)) {
+            told.push(event("removed", &gone.path, gone.is_dir));
+        }
+        match () {
+            () if flags.contains(ReadFlags::IGNORED) => drop(self.dirs.remove(&watch)),
+            () if flags.intersects(ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF) => {
+                // Of those below, their parents tell.
+                if dir == self.root {
+                    told.push(event("removed", &dir, is_dir));
+                    self.over = true;
+                }
+            }
+            () if flags.contains(ReadFlags::MOVED_FROM) => {
+                self.drop_tree(&path);
+                *left = Some(Left { cookie, path, is_dir });
+            }
+            () if flags.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) => {
+                told.push(match left.take() {
+                    Some(from) => WatchEvent { from: bytes(&from.path), ..event("moved", &path, is_dir) },
+                    None => event("created", &path, is_dir),
+                });
+                if is_dir && self.recursive {
+                    self.add_tree(&path, told)?;
+                }
+            }
+            () if flags.contains(ReadFlags::DELETE) => told.push(event("removed", &path, is_dir)),
+            () if flags.contains(ReadFlags::MODIFY) => told.push(event("modified", &path, is_dir)),
+            () if flags.contains(ReadFlags::CLOSE_WRITE) => told.push(event("closed", &path, is_dir)),
+            () if flags.contains(ReadFlags::ATTRIB) => told.push(event("attributes", &path, is_dir)),
+            () => {}
+        }
+        Ok(())
+    }
+
+    /// The kernel has thrown events away.
+    fn overflown(&mut self, told: &mut Vec<WatchEvent>) -> Result<(), FileError> {
+        let root = self.root.clone();
+        told.push(event("overflow", &root, false));
+        if !root.exists() {
+            // Its own removal is among what is missing.
+            told.push(event("removed", &root, false));
+            self.over = true;
+        } else if self.recursive {
+            // Directories that appeared meanwhile; what is in them is not told anew.
+            self.add_tree(&root, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+}
+
+/// One event of the kernel.
+struct Raw {
+    flags: ReadFlags,
+    watch: i32,
+    cookie: u32,
+    name: Option<std::ffi::OsString>,
+}
+
+/// Where something went from, until it is known where to.
+struct Left {
+    cookie: u32,
+    path: PathBuf,
+    is_dir: bool,
 }
 
 #[cfg(test)]
