@@ -9,9 +9,11 @@
 //! - All is unpacked beside its place first and moved there when the end has come: a refusal leaves nothing.
 
 mod pack;
+mod pieces;
 mod unpack;
 
 pub use pack::pack;
+pub use pieces::{Receiver, Sender};
 pub use unpack::{Options, unpack};
 
 use std::{ffi::OsString, io, path::Path};

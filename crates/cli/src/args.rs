@@ -54,6 +54,10 @@ pub enum Command {
     Cp(cmd::cp::Args),
     /// Carry TCP connections from here to ports in a sandbox
     Forward(cmd::forward::Args),
+    /// Tell what changes in a directory of a sandbox
+    Watch(cmd::watch::Args),
+    /// Say or change how long a sandbox may be idle
+    Ttl(cmd::ttl::Args),
     /// List sandboxes
     Ls(cmd::ls::Args),
     /// Show everything about a sandbox or snapshot

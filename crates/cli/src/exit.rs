@@ -52,6 +52,9 @@ pub enum Failure {
     /// Nobody reads the output any more.
     #[error("the output cannot be written")]
     Output(#[source] io::Error),
+    /// A directory could not be copied.
+    #[error(transparent)]
+    Archive(keiki_archive::Error),
     /// What was found is not what must be.
     #[error("{0}")]
     Wrong(String),

@@ -12,6 +12,7 @@ mod doctor;
 mod env;
 mod exit;
 mod ids;
+mod input;
 mod owned;
 mod printer;
 mod progress;
@@ -89,6 +90,8 @@ async fn run(cli: Cli) -> Outcome {
         Command::Shell(args) => cmd::shell::run(context, args).await,
         Command::Cp(args) => cmd::cp::run(context, args).await,
         Command::Forward(args) => cmd::forward::run(context, args).await,
+        Command::Watch(args) => cmd::watch::run(context, args).await,
+        Command::Ttl(args) => cmd::ttl::run(context, args).await,
         Command::Ls(args) => cmd::ls::run(context, args).await,
         Command::Inspect(args) => cmd::inspect::run(context, args).await,
         Command::Logs(args) => cmd::logs::run(context, args).await,

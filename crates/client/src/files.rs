@@ -3,13 +3,14 @@
 use crate::{
     error::{Error, Result},
     sandboxes::path as at,
+    sse,
     transport::Client,
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream::BoxStream};
 use keiki_types::{
     SandboxId,
-    api::{FsChange, FsEntry, FsList, FsWritten},
+    api::{ErrorBody, FsChange, FsEntry, FsEvent, FsList, FsUnpacked, FsWritten},
 };
 use reqwest::{Body, Method};
 
@@ -19,6 +20,15 @@ pub struct FileReader {
     pub size: Option<u64>,
     /// Its contents.
     pub chunks: BoxStream<'static, Result<Bytes>>,
+}
+
+/// What is taken over of an archive.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Unpacking {
+    /// Owners by their numbers; else all is root's.
+    pub owners: bool,
+    /// The archive's top directory becomes the destination itself.
+    pub strip_top: bool,
 }
 
 #[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
@@ -58,6 +68,50 @@ impl Client {
         query.extend(mode.map(|mode| ("mode", format!("{mode:04o}"))));
         let request = self.request(Method::PUT, &at(id, "/fs")).query(&query);
         self.json(request.header("content-type", "application/octet-stream").body(body)).await
+    }
+
+    /// A file or directory as a tar stream, its last name on top.
+    pub async fn read_archive(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
+        let request = self.request(Method::GET, &at(id, "/archive")).query(&[("path", path)]);
+        let response = self.send(request).await?;
+        Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
+    }
+
+    /// Unpacks a tar stream into a directory of a sandbox. A refused one leaves nothing.
+    pub async fn write_archive(
+        &self,
+        id: SandboxId,
+        path: &str,
+        how: Unpacking,
+        data: impl Stream<Item = std::io::Result<Bytes>> + Send + 'static,
+    ) -> Result<FsUnpacked> {
+        let flags = [("owners", how.owners), ("strip_top", how.strip_top)];
+        let request = self.request(Method::PUT, &at(id, "/archive")).query(&[("path", path)]).query(&flags);
+        self.json(request.header("content-type", "application/x-tar").body(Body::wrap_stream(data))).await
+    }
+
+    /// What changes at a path, or (`recursive`) below it. The first event is `ready`; the stream ends when what is
+    /// watched is gone.
+    pub async fn watch(
+        &self,
+        id: SandboxId,
+        path: &str,
+        recursive: bool,
+    ) -> Result<BoxStream<'static, Result<FsEvent>>> {
+        let request = self.request(Method::GET, &at(id, "/fs/watch"));
+        let request = request.query(&[("path", path)]).query(&[("recursive", recursive)]);
+        let response = self.send(request.header("accept", "text/event-stream")).await?;
+        let events = sse::events(response.bytes_stream()).map(|event| {
+            let event = event?;
+            let unclear =
+                |error: serde_json::Error| Error::Protocol(format!("{} event: {error}", event.event));
+            if event.event == "error" {
+                let body: ErrorBody = serde_json::from_str(&event.data).map_err(unclear)?;
+                return Err(Error::Command(body.error));
+            }
+            serde_json::from_str(&event.data).map_err(unclear)
+        });
+        Ok(events.boxed())
     }
 
     /// The entries of a directory, sorted by name.

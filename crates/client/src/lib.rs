@@ -38,7 +38,7 @@ mod transport;
 pub use error::{Error, Result};
 pub use exec::{ExecEvent, ExecStream};
 pub use execs::From;
-pub use files::FileReader;
+pub use files::{FileReader, Unpacking};
 pub use keiki_types::{EngineKind, SandboxId, Shape, SnapshotId, Status, TemplateName, api};
 pub use pty::{Pty, PtyEvent, PtyInput, PtyOutput, PtyRequest};
 pub use retry::Retry;

@@ -36,6 +36,9 @@ pub enum FileError {
     /// It would not fit into an answer.
     #[error("{0}: more entries than one answer can hold")]
     TooLarge(String),
+    /// It is more than can be done at once.
+    #[error("{0}")]
+    TooMany(String),
     /// The receiver went away.
     #[error("the transfer was cut off")]
     CutOff,
@@ -110,7 +113,14 @@ pub fn read(
     let mut first = true;
     loop {
         let mut data = vec![0; usize::try_from(left).map_or(PIECE, |left| left.min(PIECE))];
-        let got = if data.is_empty() { 0 } else { file.read(&mut data).about(path)? };
+        let got = match data.is_empty() {
+            true => 0,
+            false => match file.read(&mut data) {
+                // Files like /proc/kmsg wait for more: what there is now is all.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                got => got.about(path)?,
+            },
+        };
         if got == 0 && !first {
             return Ok(());
         }

@@ -5,6 +5,7 @@
 //! One thread does nearly everything; what may block on a file system has threads of its own. It must never
 //! end: then the kernel panics, and the machine with it.
 
+mod archive;
 mod boot;
 mod cgroup;
 mod dial;
@@ -20,6 +21,7 @@ mod ring;
 mod service;
 mod sys;
 mod users;
+mod watch;
 
 use std::{process::ExitCode, sync::Arc, time::Duration};
 

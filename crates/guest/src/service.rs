@@ -1,21 +1,23 @@
 //! The RPCs: what the node asks, passed on to the parts that do it, and their errors as codes.
 
 use crate::{
-    cgroup, dial,
+    archive, cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
     individual::{Identity, IndividualError, announce},
-    log, ports,
+    log, ports, watch,
 };
 use bytes::Bytes;
 use futures::{Stream, stream};
+use keiki_archive::{Counts, Options};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
     FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
     InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
     ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest,
     ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply,
-    ThawUserRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
+    ThawUserRequest, UnpackChunk, UnpackReply, WatchEvent, WatchRequest, WriteChunk, WriteReply,
+    exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -37,6 +39,8 @@ type Events = Pin<Box<dyn Stream<Item = Result<ExecEvent, Status>> + Send>>;
 
 /// Pieces of a file between the connection and the thread that reads or writes it.
 const PIECES: usize = 4;
+/// Events of a watch between the kernel's queue and the connection.
+const WATCHED_AHEAD: usize = 64;
 const DEFAULT_FREEZE: Duration = Duration::from_secs(1);
 /// The first command of a new individual comes before its comforts.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(300);
@@ -75,6 +79,8 @@ impl Guest for Agent {
     type ExecStream = Events;
     type AttachStream = Events;
     type ReadFileStream = ReceiverStream<Result<FileChunk, Status>>;
+    type PackStream = ReceiverStream<Result<FileChunk, Status>>;
+    type WatchStream = ReceiverStream<Result<WatchEvent, Status>>;
     type DialStream = ReceiverStream<Result<DialChunk, Status>>;
 
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
@@ -300,6 +306,54 @@ impl Guest for Agent {
         file_work(move || files::symlink(&target, files::absolute(&link)?).map(done)).await
     }
 
+    async fn pack(&self, request: Request<PathRequest>) -> Answer<Self::PackStream> {
+        let path = request.into_inner().path;
+        let (sender, receiver) = mpsc::channel(PIECES);
+        let failures = sender.clone();
+        spawn_blocking(move || {
+            if let Err(error) = archive::pack(&path, sender) {
+                // Nobody listens any more if this fails.
+                let _ = failures.blocking_send(Err(file_status(error)));
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn unpack(&self, request: Request<Streaming<UnpackChunk>>) -> Answer<UnpackReply> {
+        let mut chunks = request.into_inner();
+        let Some(first) = chunks.message().await? else {
+            return Err(Status::invalid_argument("the first chunk must name the directory"));
+        };
+        let options = Options { owners: first.owners, special_bits: true, strip_top: first.strip_top };
+        let (sender, pieces) = mpsc::channel(PIECES);
+        let path = first.path;
+        let unpacking = spawn_blocking(move || archive::unpack(&path, options, pieces));
+        let mut next = Some((first.data, first.commit));
+        while let Some((data, commit)) = next {
+            // It has had enough if this fails, and says why.
+            if sender.send((data, commit)).await.is_err() || commit {
+                break;
+            }
+            next = chunks.message().await?.map(|chunk| (chunk.data, chunk.commit));
+        }
+        drop(sender);
+        let Counts { files, dirs, symlinks, bytes, .. } =
+            unpacking.await.map_err(lost)?.map_err(file_status)?;
+        Ok(Response::new(UnpackReply { files, dirs, symlinks, bytes }))
+    }
+
+    async fn watch(&self, request: Request<WatchRequest>) -> Answer<Self::WatchStream> {
+        let WatchRequest { path, recursive } = request.into_inner();
+        let (sender, receiver) = mpsc::channel(WATCHED_AHEAD);
+        let failures = sender.clone();
+        tokio::spawn(async move {
+            if let Err(error) = watch::watch(path.to_vec(), recursive, sender).await {
+                let _ = failures.send(Err(file_status(error))).await;
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
     async fn dial(&self, request: Request<Streaming<DialChunk>>) -> Answer<Self::DialStream> {
         let mut chunks = request.into_inner();
         let stream = dial::connect(&mut chunks).await?;
@@ -391,7 +445,7 @@ fn exec_status(error: ExecError) -> Status {
 fn file_status(error: FileError) -> Status {
     let code = match &error {
         FileError::Invalid(_) => Code::InvalidArgument,
-        FileError::TooLarge(_) => Code::ResourceExhausted,
+        FileError::TooLarge(_) | FileError::TooMany(_) => Code::ResourceExhausted,
         FileError::CutOff => Code::Aborted,
         FileError::System { error, .. } => match error.raw_os_error() {
             Some(libc::ENOENT) => Code::NotFound,

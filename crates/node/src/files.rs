@@ -185,7 +185,11 @@ pub fn mode(text: Option<&str>) -> Result<Option<u32>> {
     }
 }
 
-fn checked(path: &str) -> Result<Bytes> {
+/// A path as the guest gets it.
+///
+/// # Errors
+/// 400 if it is not absolute or too long.
+pub fn checked(path: &str) -> Result<Bytes> {
     if !path.starts_with('/') || path.len() > PATH_MAX || path.contains('\0') {
         let shown: String = path.chars().take(80).collect();
         return Err(Error::Invalid(format!(

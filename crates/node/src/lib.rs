@@ -22,6 +22,7 @@ mod preview;
 mod records;
 mod sandbox;
 mod store;
+pub mod trees;
 mod upload;
 
 pub use error::{Error, Result};

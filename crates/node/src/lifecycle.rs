@@ -10,6 +10,7 @@
 //! ```
 
 use keiki_types::Status;
+use std::time::{Duration, Instant};
 
 /// What somebody wants of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,11 +95,198 @@ pub fn sweep(status: Status, idle_ms: u64, ttl_seconds: u64, in_flight: usize, p
     }
 }
 
+/// Who came first, a use or the end of the time. Every step is taken whole, under one lock: whatever the order in
+/// which they arrive, a use that has begun keeps the sweeper off, and one that comes later waits for what it does.
+#[derive(Debug, Clone, Copy)]
+pub struct Gate {
+    in_flight: usize,
+    last_activity: Instant,
+    /// Its machine is about to be taken away (hibernation): new uses wait for the outcome.
+    leaving: bool,
+}
+
+/// What a use that arrives now may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrival {
+    /// It has begun.
+    Begun,
+    /// Ask again when the verb under way is done.
+    Wait,
+    /// Wake it first.
+    WakeFirst,
+    /// 409 with this clause.
+    Refuse(&'static str),
+}
+
+impl Gate {
+    /// Nothing in flight, active now.
+    #[must_use]
+    pub fn new(now: Instant) -> Self {
+        Self { in_flight: 0, last_activity: now, leaving: false }
+    }
+
+    /// A use arrives.
+    pub fn arrive(&mut self, status: Status, now: Instant) -> Arrival {
+        if self.leaving {
+            return Arrival::Wait;
+        }
+        match decide(status, Verb::Use) {
+            Decision::Go | Decision::Already => {
+                self.in_flight += 1;
+                self.last_activity = now;
+                Arrival::Begun
+            }
+            Decision::WakeFirst => Arrival::WakeFirst,
+            Decision::Refuse(why) => Arrival::Refuse(why),
+        }
+    }
+
+    /// A use that had begun ends.
+    pub fn depart(&mut self, now: Instant) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.last_activity = now;
+    }
+
+    /// Counts as activity.
+    pub fn touch(&mut self, now: Instant) {
+        self.last_activity = now;
+    }
+
+    /// From now on new uses wait, or no longer do.
+    pub fn set_leaving(&mut self, leaving: bool) {
+        self.leaving = leaving;
+    }
+
+    /// Since the last activity; zero while something is in flight.
+    #[must_use]
+    pub fn idle(&self, now: Instant) -> Duration {
+        if self.in_flight > 0 { Duration::ZERO } else { now.saturating_duration_since(self.last_activity) }
+    }
+
+    /// The sweeper looks. If it is to hibernate, new uses wait from now on; if it is to delete, the caller marks that
+    /// in the same step.
+    pub fn sweep(&mut self, status: Status, now: Instant, ttl_seconds: u64, persistent: bool) -> Sweep {
+        let idle = u64::try_from(self.idle(now).as_millis()).unwrap_or(u64::MAX);
+        let verdict = sweep(status, idle, ttl_seconds, self.in_flight, persistent);
+        if verdict == Sweep::Hibernate {
+            self.leaving = true;
+        }
+        verdict
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{Decision, Sweep, Verb, decide, sweep};
+    use super::{Arrival, Decision, Gate, Sweep, Verb, decide, sweep};
     use keiki_types::Status;
-    use proptest::{prelude::any, prop_assert, prop_assert_eq, proptest, sample::select};
+    use proptest::{
+        prelude::{ProptestConfig, any, prop},
+        prop_assert, prop_assert_eq, prop_oneof, proptest,
+        sample::select,
+        strategy::{Just, Strategy},
+    };
+    use std::time::{Duration, Instant};
+
+    /// What happens to a sandbox, each a step under its lock.
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Pass(u64),
+        Arrive,
+        Depart,
+        Sweep,
+        /// The verb that the sweeper or a waiting use began is done, or has failed.
+        Finish(bool),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            (0u64..2500).prop_map(Step::Pass),
+            Just(Step::Arrive),
+            Just(Step::Depart),
+            Just(Step::Sweep),
+            any::<bool>().prop_map(Step::Finish),
+        ];
+        prop::collection::vec(step, 1..120)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4000))]
+
+        /// Against a model that knows only when uses came and went.
+        #[test]
+        fn whoever_arrives_first_wins(steps in steps(), ttl in 1u64..3, persistent in any::<bool>()) {
+            let mut now = Instant::now();
+            let mut gate = Gate::new(now);
+            let mut status = Status::Running;
+            let (mut uses, mut active, mut claimed) = (0usize, now, None);
+            for step in steps {
+                match step {
+                    Step::Pass(ms) => now += Duration::from_millis(ms),
+                    Step::Arrive => {
+                        let expected = match (claimed, status) {
+                            (Some(Sweep::Hibernate), _) => Arrival::Wait,
+                            (_, Status::Running) => Arrival::Begun,
+                            (_, Status::Hibernated) => Arrival::WakeFirst,
+                            _ => Arrival::Refuse("is being deleted"),
+                        };
+                        prop_assert_eq!(gate.arrive(status, now), expected);
+                        match expected {
+                            Arrival::Begun => (uses, active) = (uses + 1, now),
+                            // As `begin` does: it wakes, and asks again.
+                            Arrival::WakeFirst => {
+                                status = Status::Running;
+                                gate.touch(now);
+                                prop_assert_eq!(gate.arrive(status, now), Arrival::Begun);
+                                (uses, active) = (uses + 1, now);
+                            }
+                            _ => {}
+                        }
+                    }
+                    Step::Depart if uses > 0 => {
+                        gate.depart(now);
+                        (uses, active) = (uses - 1, now);
+                    }
+                    // The sweeper leaves alone what a verb holds.
+                    Step::Sweep if claimed.is_none() => {
+                        let due = uses == 0 && now - active >= Duration::from_secs(ttl);
+                        let expected = match (status, due, persistent) {
+                            (Status::Running, true, true) => Sweep::Hibernate,
+                            (Status::Running, true, false) => Sweep::Delete,
+                            _ => Sweep::Keep,
+                        };
+                        prop_assert_eq!(gate.sweep(status, now, ttl, persistent), expected);
+                        if expected != Sweep::Keep {
+                            // Nobody is cut off: no use was in flight, none can begin.
+                            claimed = Some(expected);
+                            if expected == Sweep::Delete {
+                                status = Status::Stopping;
+                            }
+                        }
+                    }
+                    Step::Finish(done) => match claimed.take() {
+                        Some(Sweep::Hibernate) => {
+                            gate.set_leaving(false);
+                            if done {
+                                status = Status::Hibernated;
+                            } else {
+                                gate.touch(now);
+                                active = now;
+                            }
+                        }
+                        Some(Sweep::Delete) if done => status = Status::Deleted,
+                        Some(Sweep::Delete) => {
+                            status = Status::Running;
+                            gate.touch(now);
+                            active = now;
+                        }
+                        _ => {}
+                    },
+                    Step::Depart | Step::Sweep => {}
+                }
+                prop_assert!(uses == 0 || status == Status::Running, "{uses} uses of what is {status}");
+            }
+        }
+    }
 
     const VERBS: [Verb; 7] =
         [Verb::Use, Verb::Pause, Verb::Resume, Verb::Freeze, Verb::Hibernate, Verb::Wake, Verb::Delete];

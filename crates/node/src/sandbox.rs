@@ -10,7 +10,7 @@ use crate::{
     admission::Ticket,
     error::{Error, Result},
     guest::{GuestLink, refusal as guest_refusal},
-    lifecycle::{self, Decision, Sweep, Verb},
+    lifecycle::{self, Arrival, Decision, Gate, Sweep, Verb},
     records::{SandboxRecord, rfc3339},
 };
 use keiki_engine::Machine;
@@ -38,10 +38,7 @@ pub struct Sandbox {
 struct State {
     record: SandboxRecord,
     live: Option<Arc<Live>>,
-    in_flight: usize,
-    last_activity: Instant,
-    /// Its machine is about to be taken away (hibernation): new uses wait for the outcome.
-    leaving: bool,
+    gate: Gate,
 }
 
 /// The machine of a running or paused sandbox.
@@ -118,9 +115,7 @@ impl Use {
 
 impl Drop for Use {
     fn drop(&mut self) {
-        let mut state = self.sandbox.state();
-        state.in_flight = state.in_flight.saturating_sub(1);
-        state.last_activity = Instant::now();
+        self.sandbox.state().gate.depart(Instant::now());
     }
 }
 
@@ -141,13 +136,7 @@ impl Sandbox {
         Arc::new(Self {
             id: record.id,
             verb: Arc::default(),
-            state: Mutex::new(State {
-                record,
-                live,
-                in_flight: 0,
-                last_activity: Instant::now(),
-                leaving: false,
-            }),
+            state: Mutex::new(State { record, live, gate: Gate::new(Instant::now()) }),
         })
     }
 
@@ -173,19 +162,18 @@ impl Sandbox {
     /// 409 in a state that cannot be used.
     pub fn begin(self: &Arc<Self>) -> Result<Begin> {
         let mut state = self.state();
-        if state.leaving {
-            return Ok(Begin::Wait);
-        }
-        match lifecycle::decide(state.record.status, Verb::Use) {
-            Decision::Go | Decision::Already => {
-                let live = state.live.clone().ok_or_else(|| refusal(&state.record, "has no machine"))?;
-                state.in_flight += 1;
-                state.last_activity = Instant::now();
-                drop(state);
-                Ok(Begin::Go(Use { sandbox: Arc::clone(self), live }))
-            }
-            Decision::WakeFirst => Ok(Begin::WakeFirst),
-            Decision::Refuse(why) => Err(refusal(&state.record, why)),
+        let status = state.record.status;
+        match state.gate.arrive(status, Instant::now()) {
+            Arrival::Begun => match state.live.clone() {
+                Some(live) => Ok(Begin::Go(Use { sandbox: Arc::clone(self), live })),
+                None => {
+                    state.gate.depart(Instant::now());
+                    Err(refusal(&state.record, "has no machine"))
+                }
+            },
+            Arrival::Wait => Ok(Begin::Wait),
+            Arrival::WakeFirst => Ok(Begin::WakeFirst),
+            Arrival::Refuse(why) => Err(refusal(&state.record, why)),
         }
     }
 
@@ -206,15 +194,11 @@ impl Sandbox {
     #[must_use]
     pub fn claim_if_idle(&self) -> (Sweep, Status) {
         let mut state = self.state();
-        let idle = u64::try_from(state.last_activity.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let record = &state.record;
-        let before = record.status;
-        let verdict =
-            lifecycle::sweep(record.status, idle, record.ttl_seconds, state.in_flight, record.persistent);
-        match verdict {
-            Sweep::Delete => state.record.status = Status::Stopping,
-            Sweep::Hibernate => state.leaving = true,
-            Sweep::Keep => {}
+        let (before, ttl, persistent) =
+            (state.record.status, state.record.ttl_seconds, state.record.persistent);
+        let verdict = state.gate.sweep(before, Instant::now(), ttl, persistent);
+        if verdict == Sweep::Delete {
+            state.record.status = Status::Stopping;
         }
         (verdict, before)
     }
@@ -234,26 +218,25 @@ impl Sandbox {
     ) -> SandboxRecord {
         let mut state = self.state();
         state.live = live;
-        state.last_activity = Instant::now();
+        state.gate.touch(Instant::now());
         change(&mut state.record);
         state.record.clone()
     }
 
     /// From now on new uses wait: its machine is about to be taken away, or no longer.
     pub fn set_leaving(&self, leaving: bool) {
-        self.state().leaving = leaving;
+        self.state().gate.set_leaving(leaving);
     }
 
     /// Counts as activity.
     pub fn touch(&self) {
-        self.state().last_activity = Instant::now();
+        self.state().gate.touch(Instant::now());
     }
 
     /// Since the last activity; zero while something is in flight.
     #[must_use]
     pub fn idle(&self) -> Duration {
-        let state = self.state();
-        if state.in_flight > 0 { Duration::ZERO } else { state.last_activity.elapsed() }
+        self.state().gate.idle(Instant::now())
     }
 
     /// As the API shows it, without memory use.

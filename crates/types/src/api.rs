@@ -337,6 +337,38 @@ pub struct FsWritten {
     pub bytes: u64,
 }
 
+/// Answer to `PUT /v1/sandboxes/{id}/archive`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct FsUnpacked {
+    /// Where.
+    pub path: String,
+    /// Regular files.
+    pub files: u64,
+    /// Directories.
+    pub dirs: u64,
+    /// Symbolic links.
+    pub symlinks: u64,
+    /// Contents of the files.
+    pub bytes: u64,
+}
+
+/// One event of `GET /v1/sandboxes/{id}/fs/watch`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct FsEvent {
+    /// `ready` first; `created`, `modified`, `closed` (after writing), `attributes`, `removed`, `moved`; `overflow`: some
+    /// events are missing.
+    pub kind: String,
+    /// What it is about.
+    pub path: String,
+    /// moved: the old path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// It is a directory.
+    pub is_dir: bool,
+}
+
 /// A change to the guest's file tree, `POST /v1/sandboxes/{id}/fs/{mkdir,rename,remove,chmod,symlink}`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]

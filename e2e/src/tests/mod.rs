@@ -19,6 +19,7 @@ mod races;
 mod sessions;
 mod state;
 pub mod templates;
+mod trees;
 
 use crate::Test;
 use anyhow::{Result, bail, ensure};
@@ -48,6 +49,11 @@ pub fn all() -> Vec<(&'static str, Test)> {
         files::odd_names_and_modes_survive,
         files::big_files_round_trip,
         files::errors_say_what_is_wrong,
+        trees::a_tree_moves_whole_from_one_to_another,
+        trees::hostile_archives_write_nothing,
+        trees::cp_copies_trees_both_ways,
+        trees::changes_are_told,
+        trees::files_that_wait_are_read_to_where_they_are,
         sessions::a_background_command_is_found_again,
         sessions::input_and_signals_reach_it,
         sessions::it_goes_on_in_a_fork_and_after_a_hibernation,

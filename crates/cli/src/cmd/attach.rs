@@ -4,15 +4,11 @@ use super::exec::show;
 use crate::{
     context::Context,
     exit::{Failure, Outcome, io_error},
+    input,
     signals::unless_interrupted,
 };
 use bytes::Bytes;
 use keiki_client::{Client, From, SandboxId};
-use std::io::{self, Read};
-use tokio::sync::mpsc;
-
-/// Bytes of standard input sent at once.
-const PIECE: usize = 64 << 10;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -59,28 +55,9 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
 }
 
-/// A read of standard input cannot be called off, so it has a thread; the process ends over it.
+/// Sends standard input to the command until one of them ends.
 async fn send_input(client: Client, id: SandboxId, exec: String) -> Result<(), Failure> {
-    let (pieces, mut inbox) = mpsc::channel::<io::Result<Bytes>>(4);
-    let read_all = move || {
-        let mut buffer = vec![0; PIECE];
-        loop {
-            let read = match io::stdin().lock().read(&mut buffer) {
-                Ok(0) => return,
-                Ok(count) => Ok(Bytes::copy_from_slice(&buffer[..count])),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => Err(error),
-            };
-            let failed = read.is_err();
-            if pieces.blocking_send(read).is_err() || failed {
-                return;
-            }
-        }
-    };
-    std::thread::Builder::new()
-        .name("stdin".into())
-        .spawn(read_all)
-        .map_err(io_error("starting the input thread"))?;
+    let mut inbox = input::pieces()?;
     while let Some(piece) = inbox.recv().await {
         let piece = piece.map_err(io_error("reading standard input"))?;
         let all = piece.len() as u64;

@@ -10,20 +10,14 @@ use crate::{
     context::Context,
     exit::{ExitCode, Failure, Outcome, io_error},
     ids::short,
+    input,
     printer::{Output, Target},
     signals::interrupted,
 };
-use bytes::Bytes;
 use keiki_client::{Pty, PtyEvent, PtyOutput, PtyRequest, SandboxId};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
-use std::{
-    io::{self, IsTerminal, Read},
-    time::Duration,
-};
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::mpsc,
-};
+use std::io::{self, IsTerminal};
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -112,8 +106,8 @@ enum Ended {
 }
 
 async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Failure> {
+    let mut keys = input::pieces()?;
     let Pty { mut input, output, .. } = pty;
-    let mut keys = read_keys()?;
     let mut resized = signal(SignalKind::window_change()).map_err(io_error("watching the window's size"))?;
     let shown = show(output);
     let ending = interrupted();
@@ -128,7 +122,7 @@ async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Fai
                 }
                 return Err(Failure::Signal(signal));
             }
-            Some(bytes) = keys.recv() => {
+            Some(Ok(bytes)) = keys.recv() => {
                 let (typed, leave) = matcher.feed(&bytes);
                 if !typed.is_empty() {
                     input.send(typed.into()).await?;
@@ -213,34 +207,6 @@ async fn show(mut pty: PtyOutput) -> Result<Ended, Failure> {
     };
     screen.finish().await?;
     ended.ok_or_else(|| keiki_client::Error::Interrupted.into())
-}
-
-/// Reads the keyboard on a thread: a read of a terminal cannot be called off, the process ends over it.
-fn read_keys() -> Result<mpsc::Receiver<Bytes>, Failure> {
-    let (keys, inbox) = mpsc::channel(16);
-    let read_all = move || {
-        let mut buffer = vec![0; 64 << 10];
-        loop {
-            match io::stdin().lock().read(&mut buffer) {
-                Ok(0) => break,
-                Ok(count) => {
-                    if keys.blocking_send(Bytes::copy_from_slice(&buffer[..count])).is_err() {
-                        break;
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                Err(_) => break,
-            }
-        }
-    };
-    std::thread::Builder::new()
-        .name("keys".into())
-        .spawn(read_all)
-        .map_err(io_error("starting the keyboard thread"))?;
-    Ok(inbox)
 }
 
 fn window() -> Result<(u32, u32), Failure> {

@@ -8,6 +8,7 @@ use crate::{
     metrics::Metrics,
     once::Once,
     preview::Previews,
+    trees::Unpacking,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -16,7 +17,8 @@ use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
         Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
-        Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        FsEvent, FsUnpacked, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template,
+        Version,
         execs::{Exec, Signal, StartExec},
     },
 };
@@ -91,6 +93,9 @@ verbs! {
     fn signal_exec(id: SandboxId, exec: &str, signal: Signal) -> ();
     fn write_exec(id: SandboxId, exec: &str, data: BoxStream<'static, Result<Bytes>>, eof: bool) -> u64;
     fn remove_exec(id: SandboxId, exec: &str) -> ();
+    fn pack(id: SandboxId, path: &str) -> BoxStream<'static, Result<Bytes>>;
+    fn unpack(id: SandboxId, path: &str, how: Unpacking, data: BoxStream<'static, Result<Bytes>>) -> FsUnpacked;
+    fn watch(id: SandboxId, path: &str, recursive: bool) -> BoxStream<'static, Result<FsEvent>>;
     fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;

@@ -2,6 +2,7 @@
 
 use super::{
     events, exec, execs, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates,
+    trees,
 };
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
@@ -68,6 +69,9 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         files::remove,
         files::chmod,
         files::symlink,
+        trees::pack,
+        trees::unpack,
+        trees::watch,
         snapshots::take,
         snapshots::list,
         snapshots::get,

@@ -26,7 +26,7 @@ const MODE: HeaderName = HeaderName::from_static("x-keiki-mode");
 #[into_params(parameter_in = Query)]
 pub(super) struct PathQuery {
     /// Path in the sandbox.
-    path: String,
+    pub(super) path: String,
 }
 
 #[derive(Deserialize, IntoParams)]
@@ -236,7 +236,7 @@ fn check_change(change: &FsChange) -> Result<()> {
     Ok(())
 }
 
-fn check_path(field: &str, path: &str) -> Result<()> {
+pub(super) fn check_path(field: &str, path: &str) -> Result<()> {
     match path {
         "" => Err(Error::Invalid(format!("{field} is empty"))),
         _ if path.contains('\0') => Err(Error::Invalid(format!("{field} contains a NUL"))),

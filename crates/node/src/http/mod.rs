@@ -37,6 +37,7 @@ mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
+mod trees;
 mod upload;
 
 pub use document::openapi;
@@ -143,6 +144,9 @@ fn routes(app: App) -> Router {
         files::remove as __path_remove,
         files::chmod as __path_chmod,
         files::symlink as __path_symlink,
+        trees::pack as __path_pack,
+        trees::unpack as __path_unpack,
+        trees::watch as __path_watch,
         snapshots::take as __path_take,
         snapshots::list as __path_list,
         snapshots::get as __path_get,

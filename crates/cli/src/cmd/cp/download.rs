@@ -1,8 +1,13 @@
 //! From a sandbox to here.
 
-use super::{Copier, base_name, follow, join};
-use crate::exit::{Failure, io_error};
+use super::{Copier, base_name, follow};
+use crate::{
+    exit::{Failure, io_error},
+    signals::unless_interrupted,
+};
+use bytes::Bytes;
 use futures::StreamExt;
+use keiki_archive::{Options, Receiver};
 use keiki_client::api::FsEntry;
 use std::{
     fs::Permissions,
@@ -12,10 +17,26 @@ use std::{
 use tokio::{
     fs::{self, OpenOptions},
     io::AsyncWriteExt,
+    sync::mpsc,
 };
+
+/// Pieces between the connection and the thread that unpacks.
+const PIECES: usize = 4;
 
 /// Copies `from` to `to`, or into it if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
+    let (source, entry, target) = unless_interrupted(prepare(copier, from, to)).await?;
+    if entry.is_dir {
+        tree(copier, &source, &target).await
+    } else if entry.kind == "file" {
+        unless_interrupted(file(copier, &source, &target, mode_of(&entry))).await
+    } else {
+        Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
+    }
+}
+
+/// What is copied, what it is, and where to.
+async fn prepare(copier: &Copier, from: &str, to: &Path) -> Result<(String, FsEntry, PathBuf), Failure> {
     let (source, entry) = follow(copier, from).await?;
     let to_dir = fs::metadata(to).await.is_ok_and(|meta| meta.is_dir());
     let slash = to.as_os_str().as_encoded_bytes().ends_with(b"/");
@@ -29,13 +50,7 @@ pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(
     if slash && !to_dir && !entry.is_dir {
         fs::create_dir_all(to).await.map_err(io_error(to.display().to_string()))?;
     }
-    if entry.is_dir {
-        tree(copier, &source, &target, mode_of(&entry)).await
-    } else if entry.kind == "file" {
-        file(copier, &source, &target, mode_of(&entry)).await
-    } else {
-        Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
-    }
+    Ok((source, entry, target))
 }
 
 /// Permission bits. A sandbox gives no file here the power of its owner: no set-id bits.
@@ -43,63 +58,58 @@ fn mode_of(entry: &FsEntry) -> u32 {
     u32::from_str_radix(&entry.mode, 8).unwrap_or(0o644) & 0o777
 }
 
-/// May a name that a sandbox lists be used here?
-fn is_plain(name: &str) -> bool {
-    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0'])
-}
-
-async fn tree(copier: &mut Copier, from: &str, to: &Path, mode: u32) -> Result<(), Failure> {
-    let mut waiting: Vec<(String, PathBuf, u32)> = vec![(from.to_owned(), to.to_owned(), mode)];
-    // Modes come last: a directory that may not be written must be filled first.
-    let mut modes = Vec::new();
-    while let Some((dir, target, mode)) = waiting.pop() {
-        make_dir(&target).await?;
-        copier.copied.dirs += 1;
-        modes.push((target.clone(), mode));
-        for entry in copier.client.list_dir(copier.id, &dir).await? {
-            if !is_plain(&entry.name) {
-                return Err(Failure::Wrong(format!("the sandbox lists {:?}, which is no name", entry.name)));
-            }
-            let (from, to) = (join(&dir, &entry.name), target.join(&entry.name));
-            match (entry.is_dir, entry.kind.as_str(), &entry.target) {
-                (true, ..) if !entry.name.contains(char::REPLACEMENT_CHARACTER) => {
-                    waiting.push((from, to, mode_of(&entry)))
-                }
-                // The bytes of its name are no text, so it cannot be asked for.
-                _ if entry.name.contains(char::REPLACEMENT_CHARACTER) => copier.copied.skipped.push(from),
-                (_, "file", _) => file(copier, &from, &to, mode_of(&entry)).await?,
-                (_, "symlink", Some(points)) => symlink(copier, points, &to).await?,
-                _ => copier.copied.skipped.push(from),
+/// A directory comes as one stream, unpacked on a thread. That is waited for also after a signal: it removes what is
+/// not whole.
+async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
+    copier.say(from);
+    let is_new = make_dir(to).await?;
+    let (send, mut pieces) = mpsc::channel::<(Bytes, bool)>(PIECES);
+    // Who may give files away keeps their owners, if asked to.
+    let owners = copier.owners && rustix::process::geteuid().is_root();
+    let (into, options) = (to.to_owned(), Options { owners, special_bits: false, strip_top: true });
+    let unpacking = tokio::task::spawn_blocking(move || {
+        keiki_archive::unpack(Receiver::new(|| pieces.blocking_recv()), &into, options)
+    });
+    let fed = unless_interrupted(async {
+        let mut stream = copier.client.read_archive(copier.id, from).await?;
+        while let Some(piece) = stream.next().await {
+            if send.send((piece?, false)).await.is_err() {
+                // It says why.
+                return Ok(());
             }
         }
+        let _ = send.send((Bytes::new(), true)).await;
+        Ok(())
+    })
+    .await;
+    drop(send);
+    let unpacked = unpacking.await.map_err(|_| Failure::Wrong("unpacking ended early".into()))?;
+    let failure = match (fed, unpacked) {
+        (Ok(()), Ok(counts)) => {
+            copier.copied.files += counts.files;
+            copier.copied.dirs += counts.dirs;
+            copier.copied.symlinks += counts.symlinks;
+            copier.copied.bytes += counts.bytes;
+            return Ok(());
+        }
+        (Err(failure), _) => failure,
+        (Ok(()), Err(error)) => Failure::Archive(error),
+    };
+    if is_new {
+        // Only while it is empty, as it was made.
+        let _ = fs::remove_dir(to).await;
     }
-    for (target, mode) in modes.into_iter().rev() {
-        let set = fs::set_permissions(&target, Permissions::from_mode(mode)).await;
-        set.map_err(io_error(target.display().to_string()))?;
-    }
-    Ok(())
+    Err(failure)
 }
 
-/// Makes a directory, or uses one that is there; never one behind a symlink.
-async fn make_dir(path: &Path) -> Result<(), Failure> {
+/// Makes a directory, or uses one that is there; never one behind a symlink. Is it new?
+async fn make_dir(path: &Path) -> Result<bool, Failure> {
     let failed = || io_error(path.display().to_string());
     match fs::symlink_metadata(path).await {
-        Ok(meta) if meta.is_dir() => Ok(()),
+        Ok(meta) if meta.is_dir() => Ok(false),
         Ok(_) => Err(Failure::Wrong(format!("{} is in the way: it is no directory", path.display()))),
-        Err(_) => fs::create_dir_all(path).await.map_err(failed()),
+        Err(_) => fs::create_dir_all(path).await.map_err(failed()).map(|()| true),
     }
-}
-
-async fn symlink(copier: &mut Copier, points: &str, to: &Path) -> Result<(), Failure> {
-    let temporary = temporary(to);
-    let failed = || io_error(to.display().to_string());
-    fs::symlink(points, &temporary).await.map_err(failed())?;
-    if let Err(error) = fs::rename(&temporary, to).await {
-        let _ = fs::remove_file(&temporary).await;
-        return Err(failed()(error));
-    }
-    copier.copied.symlinks += 1;
-    Ok(())
 }
 
 /// The new file appears whole, under its name, or not at all; a symlink of that name is replaced, not followed.
@@ -150,17 +160,7 @@ impl Drop for Unfinished<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{is_plain, make_dir};
-
-    #[test]
-    fn names_from_a_sandbox_stay_where_they_belong() {
-        for good in ["a", "a b", "é", "...", "a\nb", "-rf"] {
-            assert!(is_plain(good), "{good:?}");
-        }
-        for bad in ["", ".", "..", "a/b", "/etc", "a\0"] {
-            assert!(!is_plain(bad), "{bad:?}");
-        }
-    }
+    use super::make_dir;
 
     #[tokio::test]
     async fn directories_behind_symlinks_are_refused() {

@@ -1,13 +1,13 @@
 //! `keiki cp`.
 //!
-//! Files keep their permission bits, directories are copied with what is inside, symlinks inside them stay
-//! symlinks. As with `cp -r`: a destination that is a directory receives the source under its own name, any
-//! other destination is the new name.
+//! Files keep their permission bits. Directories are copied with what is inside, as one tar stream: modes, times,
+//! symlinks, hard links and holes stay what they are. As with `cp -r`: a destination that is a directory receives the
+//! source under its own name, any other destination is the new name. `-` is a tar stream on standard input or output.
 //!
-//! A sandbox is not trusted with the local file system: a name it lists must be a plain name, and nothing is
-//! written through a symlink that it made.
+//! A sandbox is not trusted with the local file system: see `keiki_archive::unpack`.
 
 mod download;
+mod stdio;
 mod upload;
 
 use crate::{
@@ -18,17 +18,23 @@ use crate::{
     signals::unless_interrupted,
     text,
 };
-use keiki_client::{Client, SandboxId, api::FsEntry};
+use keiki_client::{
+    Client, SandboxId,
+    api::{FsEntry, FsUnpacked},
+};
 use serde::Serialize;
 use std::path::PathBuf;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A local path, or SANDBOX:/path
+    /// Keep owners, by their numbers; else files belong to root in a sandbox and to you here
+    #[arg(short, long)]
+    pub archive: bool,
+    /// A local path, SANDBOX:/path, or - for a tar stream on standard input
     #[arg(value_name = "FROM")]
     pub from: String,
-    /// A local path, or SANDBOX:/path
+    /// A local path, SANDBOX:/path, or - for a tar stream on standard output
     #[arg(value_name = "TO")]
     pub to: String,
 }
@@ -37,13 +43,21 @@ pub struct Args {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum End {
     Local(PathBuf),
-    Remote { sandbox: String, path: String },
+    /// A tar stream.
+    Stdio,
+    Remote {
+        sandbox: String,
+        path: String,
+    },
 }
 
 /// `ID:/path` is in a sandbox; anything else, or what starts with `/`, `./` or `../`, is local.
 fn parse_end(text: &str) -> Result<End, Failure> {
     if text.is_empty() {
         return Err(Failure::Usage("a path is empty".into()));
+    }
+    if text == "-" {
+        return Ok(End::Stdio);
     }
     let Some((sandbox, path)) = text.split_once(':').filter(|(before, _)| looks_like_id(before)) else {
         return Ok(End::Local(text.into()));
@@ -62,8 +76,17 @@ struct Copied {
     dirs: u64,
     symlinks: u64,
     bytes: u64,
-    /// Neither file, directory nor symlink, or named by bytes that are no text.
-    skipped: Vec<String>,
+    /// Devices, sockets and pipes, which are left out.
+    skipped: u64,
+}
+
+impl Copied {
+    fn add(&mut self, unpacked: &FsUnpacked) {
+        self.files += unpacked.files;
+        self.dirs += unpacked.dirs;
+        self.symlinks += unpacked.symlinks;
+        self.bytes += unpacked.bytes;
+    }
 }
 
 /// What both directions need.
@@ -72,6 +95,7 @@ struct Copier {
     id: SandboxId,
     progress: Progress,
     copied: Copied,
+    owners: bool,
 }
 
 impl Copier {
@@ -88,35 +112,38 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         (End::Remote { .. }, End::Remote { .. }) => {
             return Err(Failure::Usage("copy from one sandbox to another through a local file".into()));
         }
-        (End::Local(_), End::Local(_)) => {
-            return Err(Failure::Usage("one of the two must be in a sandbox: SANDBOX:/path".into()));
-        }
         (End::Remote { sandbox, .. }, _) | (_, End::Remote { sandbox, .. }) => sandbox,
+        _ => return Err(Failure::Usage("one of the two must be in a sandbox: SANDBOX:/path".into())),
     };
     let id = context.sandbox_id(sandbox).await?;
     let progress = Progress::start("copying");
-    let mut copier = Copier { client: context.client.clone(), id, progress, copied: Copied::default() };
-    unless_interrupted(async {
-        match (&from, &to) {
-            (End::Local(from), End::Remote { path, .. }) => upload::copy(&mut copier, from, path).await,
-            (End::Remote { path, .. }, End::Local(to)) => download::copy(&mut copier, path, to).await,
-            _ => Ok(()),
+    let (client, copied) = (context.client.clone(), Copied::default());
+    let mut copier = Copier { client, id, progress, copied, owners: args.archive };
+    match (&from, &to) {
+        (End::Remote { path, .. }, End::Stdio) => {
+            drop(copier);
+            return stdio::write(&context.client, id, path).await;
         }
-    })
-    .await?;
+        (End::Stdio, End::Remote { path, .. }) => {
+            unless_interrupted(stdio::read(&mut copier, path)).await?;
+        }
+        (End::Local(from), End::Remote { path, .. }) => {
+            unless_interrupted(upload::copy(&mut copier, from, path)).await?;
+        }
+        (End::Remote { path, .. }, End::Local(to)) => download::copy(&mut copier, path, to).await?,
+        _ => {}
+    }
     let Copier { copied, progress, .. } = copier;
     drop(progress);
-    for name in &copied.skipped {
-        context
-            .out
-            .note(&format!("keiki: skipped {name:?}: not a file, directory or symlink with a text name"));
-    }
     context.out.show(&copied, String::new)?;
+    if copied.skipped > 0 {
+        context.out.note(&format!("keiki: left out {}: devices, sockets or pipes", copied.skipped));
+    }
     if !context.out.is_json() {
         let (files, size) = (copied.files, text::bytes(copied.bytes));
         context.out.note(&format!("copied {files} file{}, {size}", if files == 1 { "" } else { "s" }));
     }
-    Ok(if copied.skipped.is_empty() { ExitCode::Success } else { ExitCode::Failed } as i32)
+    Ok(if copied.skipped == 0 { ExitCode::Success } else { ExitCode::Failed } as i32)
 }
 
 /// As many symlinks in a row as Linux follows.
@@ -172,6 +199,8 @@ mod tests {
             ("./abcd:/x", End::Local("./abcd:/x".into())),
             ("/abcd:/x", End::Local("/abcd:/x".into())),
             ("file name", End::Local("file name".into())),
+            ("-", End::Stdio),
+            ("./-", End::Local("./-".into())),
             ("notes:today", End::Local("notes:today".into())),
             (":/x", End::Local(":/x".into())),
         ] {

@@ -4,16 +4,18 @@ use super::{Copier, base_name, follow, join};
 use crate::exit::{Failure, io_error};
 use bytes::Bytes;
 use futures::{Stream, stream};
-use std::{
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-};
+use keiki_client::Unpacking;
+use std::{ffi::OsStr, io::Write, os::unix::fs::PermissionsExt, path::Path};
 use tokio::{
     fs::{self, File},
     io::AsyncReadExt,
+    sync::mpsc,
 };
+use tokio_stream::wrappers::ReceiverStream;
 
 const CHUNK: usize = 256 << 10;
+/// Pieces between the thread that packs and the connection.
+const PIECES: usize = 4;
 
 /// Copies `from` to `to`, or into it if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
@@ -52,60 +54,46 @@ async fn into_dir(from: &Path, dir: &str) -> Result<String, Failure> {
     }
 }
 
-/// Directories wait in a list, not on the stack: a tree may be deep.
+/// A directory goes as one stream, packed on a thread.
 async fn tree(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
-    let mut waiting: Vec<(PathBuf, String)> = vec![(from.to_owned(), to.to_owned())];
-    // Modes come last: a directory that may not be written must be filled first.
-    let mut modes = Vec::new();
-    while let Some((dir, target)) = waiting.pop() {
-        let failed = || io_error(dir.display().to_string());
-        let mode = fs::metadata(&dir).await.map_err(failed())?.permissions().mode() & 0o7777;
-        copier.client.mkdir(copier.id, &target, Some(mode | 0o700)).await?;
-        copier.copied.dirs += 1;
-        modes.push((target.clone(), mode));
-        let mut entries = fs::read_dir(&dir).await.map_err(failed())?;
-        while let Some(entry) = entries.next_entry().await.map_err(failed())? {
-            let path = entry.path();
-            let name = entry.file_name();
-            let Some(name) = name.to_str() else {
-                copier.copied.skipped.push(path.to_string_lossy().into_owned());
-                continue;
-            };
-            let target = join(&target, name);
-            let meta = entry.metadata().await.map_err(io_error(path.display().to_string()))?;
-            if meta.is_dir() {
-                waiting.push((path, target));
-            } else if meta.is_file() {
-                file(copier, &path, &target, meta.permissions().mode()).await?;
-            } else if meta.is_symlink() {
-                symlink(copier, &path, &target).await?;
-            } else {
-                copier.copied.skipped.push(path.to_string_lossy().into_owned());
-            }
-        }
-    }
-    for (target, mode) in modes.into_iter().rev() {
-        copier.client.chmod(copier.id, &target, mode).await?;
-    }
-    Ok(())
-}
-
-async fn symlink(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
-    let points = fs::read_link(from).await.map_err(io_error(from.display().to_string()))?;
-    let Some(points) = points.to_str() else {
-        copier.copied.skipped.push(from.to_string_lossy().into_owned());
-        return Ok(());
-    };
-    // A second copy of the same tree replaces the first.
-    match copier.client.stat(copier.id, to).await {
-        Ok(entry) if entry.is_dir => {}
-        Ok(_) => copier.client.remove_path(copier.id, to, false).await?,
-        Err(error) if error.is_not_found() => {}
+    copier.say(to);
+    let is_new = match copier.client.stat(copier.id, to).await {
+        Ok(_) => false,
+        Err(error) if error.is_not_found() => true,
         Err(error) => return Err(error.into()),
+    };
+    copier.client.mkdir(copier.id, to, None).await?;
+    let (send, pieces) = mpsc::channel(PIECES);
+    let from = from.to_owned();
+    let packing = tokio::task::spawn_blocking(move || {
+        let mut out = keiki_archive::Sender::new(|piece| send.blocking_send(Ok(piece)).is_ok());
+        let packed = keiki_archive::pack(&from, OsStr::new("top"), &mut out);
+        // What broke off must not look whole at the other end.
+        if packed.is_err() || out.flush().is_err() {
+            drop(out);
+            let _ = send.blocking_send(Err(std::io::ErrorKind::BrokenPipe.into()));
+        }
+        packed
+    });
+    let how = Unpacking { owners: copier.owners, strip_top: true };
+    let sent = copier.client.write_archive(copier.id, to, how, ReceiverStream::new(pieces)).await;
+    let packed = packing.await.map_err(|_| Failure::Wrong("packing ended early".into()))?;
+    let refusal = match (sent, packed) {
+        (Ok(unpacked), Ok(counts)) => {
+            copier.copied.add(&unpacked);
+            copier.copied.skipped += counts.skipped;
+            return Ok(());
+        }
+        // Why the node gave it up says more than that it did.
+        (Err(error), _) if error.status().is_some() => Failure::Node(error),
+        (_, Err(error)) => Failure::Archive(error),
+        (Err(error), Ok(_)) => Failure::Node(error),
+    };
+    if is_new {
+        // Only while it is empty, as it was made.
+        let _ = copier.client.remove_path(copier.id, to, false).await;
     }
-    copier.client.symlink(copier.id, points, to).await?;
-    copier.copied.symlinks += 1;
-    Ok(())
+    Err(refusal)
 }
 
 async fn file(copier: &mut Copier, from: &Path, to: &str, mode: u32) -> Result<(), Failure> {

@@ -71,7 +71,7 @@ async fn every_documented_operation_is_served_and_no_other() {
             served += usize::from(documented);
         }
     }
-    assert_eq!(served, 60);
+    assert_eq!(served, 63);
 }
 
 #[tokio::test]
@@ -410,5 +410,38 @@ async fn a_command_is_read_again_from_where_a_stream_was_lost() {
             "signal x1 Name(\"TERM\")",
             "start Some(\"top\") true Some(PtySize { cols: 80, rows: 24 })",
         ]
+    );
+}
+
+#[tokio::test]
+async fn trees_are_archives_and_streams_of_changes() {
+    let twin = twin();
+    let answer = ask(&twin, "GET /v1/sandboxes/{id}/archive?path=/a+b", "").await;
+    assert_eq!(
+        (answer.text().as_str(), answer.headers["content-type"].to_str().unwrap()),
+        ("tar", "application/x-tar")
+    );
+    let put = "PUT /v1/sandboxes/{id}/archive?path=/x&owners=true&strip_top=1";
+    assert_eq!(ask(&twin, put, "12345").await.status, 200);
+    let answer = ask(&twin, "GET /v1/sandboxes/{id}/fs/watch?path=/&recursive=true", "").await;
+    assert_eq!(
+        answer.text(),
+        "event: ready\ndata: {\"kind\":\"ready\",\"path\":\"/\\u00e9\",\"is_dir\":true}\n\n\
+         event: error\ndata: {\"error\":\"it was deleted\"}\n\n"
+    );
+    for (line, named) in [
+        ("GET /v1/sandboxes/{id}/archive", "`path`"),
+        ("GET /v1/sandboxes/{id}/archive?path=", "path is empty"),
+        ("PUT /v1/sandboxes/{id}/archive?path=/x&owners=perhaps", "owners"),
+        ("GET /v1/sandboxes/{id}/fs/watch?path=/&recursive=perhaps", "recursive"),
+    ] {
+        let answer = ask(&twin, line, "").await;
+        assert_eq!(answer.status, 400, "{line}");
+        assert!(answer.error().contains(named), "{line}: {}", answer.error());
+    }
+    let calls = twin.calls.lock().unwrap();
+    assert_eq!(
+        *calls,
+        ["pack /a b", "unpack /x Unpacking { owners: true, strip_top: true } 5", "watch / true"]
     );
 }

@@ -11,6 +11,7 @@ use crate::{
     node::request,
     once::Once,
     preview::Previews,
+    trees::Unpacking,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -19,8 +20,8 @@ use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
         Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
-        FsEntry, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings,
-        Version,
+        FsEntry, FsEvent, FsUnpacked, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot,
+        Template, Timings, Version,
         execs::{Exec, Signal, StartExec},
     },
 };
@@ -418,6 +419,40 @@ impl Api for Twin {
 
     async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
         self.get_exec(id, exec).await.map(drop)
+    }
+
+    async fn pack(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
+        self.done(id, format!("pack {path}"))?;
+        let broken = Err(Error::Conflict("it shrank".into()));
+        Ok(stream::iter([Ok(Bytes::from_static(b"tar")), broken])
+            .take(1 + usize::from(path == "/broken"))
+            .boxed())
+    }
+
+    async fn unpack(
+        &self,
+        id: SandboxId,
+        path: &str,
+        how: Unpacking,
+        mut data: BoxStream<'static, Result<Bytes>>,
+    ) -> Result<FsUnpacked> {
+        let mut bytes = 0;
+        while let Some(chunk) = data.next().await.transpose()? {
+            bytes += chunk.len() as u64;
+        }
+        self.done(id, format!("unpack {path} {how:?} {bytes}"))?;
+        Ok(FsUnpacked { path: path.into(), files: 1, dirs: 0, symlinks: 0, bytes })
+    }
+
+    async fn watch(
+        &self,
+        id: SandboxId,
+        path: &str,
+        recursive: bool,
+    ) -> Result<BoxStream<'static, Result<FsEvent>>> {
+        self.done(id, format!("watch {path} {recursive}"))?;
+        let event = FsEvent { kind: "ready".into(), path: "/é".into(), from: None, is_dir: true };
+        Ok(stream::iter([Ok(event), Err(Error::Conflict("it was deleted".into()))]).boxed())
     }
 
     async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {

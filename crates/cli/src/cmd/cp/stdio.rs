@@ -1,0 +1,40 @@
+//! Tar streams on standard input and output.
+
+use super::Copier;
+use crate::{
+    exit::{ExitCode, Failure, Outcome},
+    input,
+    printer::{Output, Target},
+    signals::unless_interrupted,
+};
+use futures::StreamExt;
+use keiki_client::{Client, SandboxId, Unpacking};
+use tokio_stream::wrappers::ReceiverStream;
+
+/// A path of a sandbox to standard output.
+pub(super) async fn write(client: &Client, id: SandboxId, path: &str) -> Outcome {
+    let output = Output::start()?;
+    let copied = unless_interrupted(async {
+        let mut pieces = client.read_archive(id, path).await?;
+        while let Some(piece) = pieces.next().await {
+            if !output.write(Target::Stdout, piece?).await {
+                break;
+            }
+        }
+        Ok(())
+    })
+    .await;
+    if !matches!(copied, Err(Failure::Signal(_))) {
+        output.finish().await?;
+    }
+    copied.map(|()| ExitCode::Success as i32)
+}
+
+/// Standard input into a directory of a sandbox.
+pub(super) async fn read(copier: &mut Copier, path: &str) -> Result<(), Failure> {
+    let pieces = ReceiverStream::new(input::pieces()?);
+    let how = Unpacking { owners: copier.owners, strip_top: false };
+    let unpacked = copier.client.write_archive(copier.id, path, how, pieces).await?;
+    copier.copied.add(&unpacked);
+    Ok(())
+}

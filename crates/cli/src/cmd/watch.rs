@@ -1,0 +1,76 @@
+//! `keiki watch`.
+
+use crate::{
+    context::Context,
+    exit::{ExitCode, Outcome},
+    signals::unless_interrupted,
+};
+use futures::StreamExt;
+use keiki_client::api::FsEvent;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Also everything below
+    #[arg(short, long)]
+    pub recursive: bool,
+    /// Sandbox
+    #[arg(value_name = "SANDBOX")]
+    pub sandbox: String,
+    /// A file or directory in it
+    #[arg(value_name = "PATH")]
+    pub path: String,
+}
+
+/// Runs the command.
+pub async fn run(context: Context, args: Args) -> Outcome {
+    let id = context.sandbox_id(&args.sandbox).await?;
+    unless_interrupted(async {
+        let mut events = context.client.watch(id, &args.path, args.recursive).await?;
+        while let Some(event) = events.next().await {
+            let event = event?;
+            if context.out.is_json() {
+                // One object a line: there is no end to wait for.
+                let line = serde_json::to_string(&event).unwrap_or_default();
+                context.out.line(&line)?;
+            } else if event.kind == "ready" {
+                context.out.note(&format!("watching {}", plain(&event.path)));
+            } else {
+                context.out.line(&line(&event))?;
+            }
+        }
+        Ok(())
+    })
+    .await?;
+    Ok(ExitCode::Success as i32)
+}
+
+/// A name that leaves the terminal alone.
+fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+fn line(event: &FsEvent) -> String {
+    let mark = if event.is_dir { "/" } else { "" };
+    match &event.from {
+        Some(from) => format!("{:<10} {} -> {}{mark}", event.kind, plain(from), plain(&event.path)),
+        None => format!("{:<10} {}{mark}", event.kind, plain(&event.path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::line;
+    use keiki_client::api::FsEvent;
+
+    #[test]
+    fn lines_are_plain() {
+        let event = |path: &str, from: Option<&str>| FsEvent {
+            kind: "moved".into(),
+            path: path.into(),
+            from: from.map(Into::into),
+            is_dir: true,
+        };
+        assert_eq!(line(&event("/b\u{1b}[2J", Some("/a"))), "moved      /a -> /b?[2J/");
+    }
+}

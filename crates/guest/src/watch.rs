@@ -1,0 +1,390 @@
+//! What changes below a path, as the kernel tells it.
+//!
+//! The kernel's own queue is the bound: whoever reads slowly lets it fill, and is told by `overflow` that events are
+//! missing. Directories are watched one by one; one that appears is watched with all that is in it already, whose
+//! creation may then be told twice, but is never missed.
+
+use crate::files::{FileError, absolute};
+use keiki_protocol::guest::WatchEvent;
+use rustix::{
+    fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags},
+    io::Errno,
+};
+use std::{
+    collections::HashMap,
+    ffi::OsStr,
+    fs, io,
+    mem::MaybeUninit,
+    os::{fd::OwnedFd, unix::ffi::OsStrExt},
+    path::{Path, PathBuf},
+};
+use tokio::{io::Interest, sync::mpsc, task::spawn_blocking};
+use tonic::Status;
+
+/// Directories of one watch; the kernel may allow fewer.
+const MAX_DIRS: usize = 16_384;
+/// Events read at once.
+const BATCH: usize = 16 << 10;
+
+/// Watches until nobody listens any more, or what is watched is gone.
+pub async fn watch(
+    path: Vec<u8>,
+    recursive: bool,
+    sender: mpsc::Sender<Result<WatchEvent, Status>>,
+) -> Result<(), FileError> {
+    let begun = spawn_blocking(move || Watcher::begin(absolute(&path)?, recursive)).await;
+    let mut watcher = begun.map_err(|error| FileError::Invalid(error.to_string()))??;
+    let fd = watcher.fd.try_clone().map_err(|error| watcher.failed(error))?;
+    let fd = crate::sys::watch(fd, Interest::READABLE).map_err(|error| watcher.failed(error))?;
+    let mut events =
+        vec![WatchEvent { kind: "ready".into(), path: bytes(&watcher.root), ..WatchEvent::default() }];
+    loop {
+        for event in events {
+            if sender.send(Ok(event)).await.is_err() {
+                return Ok(());
+            }
+        }
+        if watcher.over {
+            return Ok(());
+        }
+        // Only once everything was read does the kernel tell of more.
+        if watcher.drained {
+            tokio::select! {
+                ready = fd.readable() => ready.map_err(|error| watcher.failed(error))?.clear_ready(),
+                () = sender.closed() => return Ok(()),
+            }
+        }
+        // On a thread: new directories are walked through.
+        let reading = spawn_blocking(move || {
+            let told = watcher.read();
+            (watcher, told)
+        });
+        let (same, told) = reading.await.map_err(|error| FileError::Invalid(error.to_string()))?;
+        watcher = same;
+        events = told?;
+    }
+}
+
+struct Watcher {
+    fd: OwnedFd,
+    root: PathBuf,
+    recursive: bool,
+    dirs: HashMap<i32, PathBuf>,
+    over: bool,
+    drained: bool,
+}
+
+fn bytes(path: &Path) -> bytes::Bytes {
+    bytes::Bytes::copy_from_slice(path.as_os_str().as_bytes())
+}
+
+fn event(kind: &str, path: &Path, is_dir: bool) -> WatchEvent {
+    WatchEvent { kind: kind.into(), path: bytes(path), is_dir, ..WatchEvent::default() }
+}
+
+const OF_ALL: WatchFlags = WatchFlags::MODIFY
+    .union(WatchFlags::CLOSE_WRITE)
+    .union(WatchFlags::ATTRIB)
+    .union(WatchFlags::DELETE_SELF)
+    .union(WatchFlags::MOVE_SELF);
+const OF_DIRS: WatchFlags = OF_ALL
+    .union(WatchFlags::CREATE)
+    .union(WatchFlags::DELETE)
+    .union(WatchFlags::MOVED_FROM)
+    .union(WatchFlags::MOVED_TO)
+    .union(WatchFlags::ONLYDIR)
+    .union(WatchFlags::DONT_FOLLOW);
+
+impl Watcher {
+    fn begin(path: &Path, recursive: bool) -> Result<Self, FileError> {
+        let failed = |error: io::Error| FileError::System { path: path.display().to_string(), error };
+        // What is named may be a link; what is below is not followed.
+        let root = fs::canonicalize(path).map_err(failed)?;
+        let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK);
+        let fd = fd.map_err(|error| failed(error.into()))?;
+        let mut watcher =
+            Self { fd, root: root.clone(), recursive, dirs: HashMap::new(), over: false, drained: true };
+        if root.is_dir() {
+            watcher.add_tree(&root, &mut Vec::new())?;
+        } else {
+            let watch = inotify::add_watch(&watcher.fd, &root, OF_ALL);
+            let watch = watch.map_err(|error| watcher.failed(error.into()))?;
+            watcher.dirs.insert(watch, root);
+        }
+        Ok(watcher)
+    }
+
+    fn failed(&self, error: io::Error) -> FileError {
+        FileError::System { path: self.root.display().to_string(), error }
+    }
+
+    /// Watches a directory and, if asked to, those below; tells what is in them.
+    fn add_tree(&mut self, top: &Path, found: &mut Vec<WatchEvent>) -> Result<(), FileError> {
+        let mut waiting = vec![top.to_owned()];
+        while let Some(dir) = waiting.pop() {
+            if self.dirs.len() >= MAX_DIRS {
+                return Err(self.too_many());
+            }
+            match inotify::add_watch(&self.fd, &dir, OF_DIRS) {
+                Ok(watch) => drop(self.dirs.insert(watch, dir.clone())),
+                // Gone again, or replaced.
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if dir != self.root => continue,
+                Err(Errno::NOSPC) => return Err(self.too_many()),
+                Err(error) => {
+                    return Err(FileError::System { path: dir.display().to_string(), error: error.into() });
+                }
+            }
+            if !self.recursive {
+                return Ok(());
+            }
+            for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+                let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
+                found.push(event("created", &entry.path(), is_dir));
+                if is_dir {
+                    waiting.push(entry.path());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn too_many(&self) -> FileError {
+        let name = self.root.display();
+        FileError::TooMany(format!("{name}: more directories than can be watched: watch one further down"))
+    }
+
+    /// Forgets a directory that is no longer where it was, and those below.
+    fn drop_tree(&mut self, top: &Path) {
+        let gone = self.dirs.extract_if(|_, dir| dir.starts_with(top)).map(|(watch, _)| watch);
+        for watch in gone.collect::<Vec<_>>() {
+            // It may have gone by itself.
+            let _ = inotify::remove_watch(&self.fd, watch);
+        }
+    }
+
+    /// What the kernel tells now.
+    fn read(&mut self) -> Result<Vec<WatchEvent>, FileError> {
+        let mut told = Vec::new();
+        self.drained = false;
+        let mut buffer = vec![MaybeUninit::uninit(); BATCH];
+        let fd = self.fd.try_clone().map_err(|error| self.failed(error))?;
+        let mut reader = Reader::new(fd, &mut buffer);
+        // Where something went from, until it is known where to.
+        let mut left = None;
+        loop {
+            let raw = match reader.next() {
+                Ok(raw) => raw,
+                Err(Errno::AGAIN) => {
+                    self.drained = true;
+                    break;
+                }
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(self.failed(error.into())),
+            };
+            let raw = Raw {
+                flags: raw.events(),
+                watch: raw.wd(),
+                cookie: raw.cookie(),
+                name: raw.file_name().map(|name| OsStr::from_bytes(name.to_bytes()).to_owned()),
+            };
+            self.tell(raw, &mut left, &mut told)?;
+            if self.over {
+                return Ok(told);
+            }
+            if reader.is_buffer_empty() {
+                break;
+            }
+        }
+        if let Some(gone) = left {
+            told.push(event("removed", &gone.path, gone.is_dir));
+        }
+        Ok(told)
+    }
+
+    /// What one event of the kernel means.
+    fn tell(
+        &mut self,
+        raw: Raw,
+        left: &mut Option<Left>,
+        told: &mut Vec<WatchEvent>,
+    ) -> Result<(), FileError> {
+        let Raw { flags, watch, cookie, name } = raw;
+        if flags.contains(ReadFlags::QUEUE_OVERFLOW) {
+            return self.overflown(told);
+        }
+        let Some(dir) = self.dirs.get(&watch).cloned() else { return Ok(()) };
+        let path = name.map_or_else(|| dir.clone(), |name| dir.join(name));
+        let is_dir = flags.contains(ReadFlags::ISDIR);
+        let arrives = |left: &mut Left| flags.contains(ReadFlags::MOVED_TO) && left.cookie == cookie;
+        if let Some(gone) = left.take_if(|left| !arrives(left)) {
+            told.push(event("removed", &gone.path, gone.is_dir));
+        }
+        match () {
+            () if flags.contains(ReadFlags::IGNORED) => drop(self.dirs.remove(&watch)),
+            () if flags.intersects(ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF) => {
+                // Of those below, their parents tell.
+                if dir == self.root {
+                    told.push(event("removed", &dir, is_dir));
+                    self.over = true;
+                }
+            }
+            () if flags.contains(ReadFlags::MOVED_FROM) => {
+                self.drop_tree(&path);
+                *left = Some(Left { cookie, path, is_dir });
+            }
+            () if flags.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) => {
+                told.push(match left.take() {
+                    Some(from) => WatchEvent { from: bytes(&from.path), ..event("moved", &path, is_dir) },
+                    None => event("created", &path, is_dir),
+                });
+                if is_dir && self.recursive {
+                    self.add_tree(&path, told)?;
+                }
+            }
+            () if flags.contains(ReadFlags::DELETE) => told.push(event("removed", &path, is_dir)),
+            () if flags.contains(ReadFlags::MODIFY) => told.push(event("modified", &path, is_dir)),
+            () if flags.contains(ReadFlags::CLOSE_WRITE) => told.push(event("closed", &path, is_dir)),
+            () if flags.contains(ReadFlags::ATTRIB) => told.push(event("attributes", &path, is_dir)),
+            () => {}
+        }
+        Ok(())
+    }
+
+    /// The kernel has thrown events away.
+    fn overflown(&mut self, told: &mut Vec<WatchEvent>) -> Result<(), FileError> {
+        let root = self.root.clone();
+        told.push(event("overflow", &root, false));
+        if !root.exists() {
+            // Its own removal is among what is missing.
+            told.push(event("removed", &root, false));
+            self.over = true;
+        } else if self.recursive {
+            // Directories that appeared meanwhile; what is in them is not told anew.
+            self.add_tree(&root, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+}
+
+/// One event of the kernel.
+struct Raw {
+    flags: ReadFlags,
+    watch: i32,
+    cookie: u32,
+    name: Option<std::ffi::OsString>,
+}
+
+/// Where something went from, until it is known where to.
+struct Left {
+    cookie: u32,
+    path: PathBuf,
+    is_dir: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::watch;
+    use std::{fs, os::unix::ffi::OsStrExt, path::Path, time::Duration};
+    use tokio::sync::mpsc;
+
+    /// What is told while something is done, as `kind name` below the root.
+    async fn told(root: &Path, recursive: bool, work: impl FnOnce(&Path)) -> Vec<String> {
+        let (sender, mut events) = mpsc::channel(4);
+        let path = root.as_os_str().as_bytes().to_vec();
+        let watching = tokio::spawn(watch(path, recursive, sender));
+        assert_eq!(events.recv().await.unwrap().unwrap().kind, "ready");
+        work(root);
+        let mut all = Vec::new();
+        while let Ok(Some(event)) = tokio::time::timeout(Duration::from_millis(300), events.recv()).await {
+            let event = event.unwrap();
+            let name =
+                |bytes: &[u8]| String::from_utf8_lossy(bytes).replacen(&root.display().to_string(), "", 1);
+            let from =
+                if event.from.is_empty() { String::new() } else { format!("{} -> ", name(&event.from)) };
+            all.push(format!(
+                "{} {from}{}{}",
+                event.kind,
+                name(&event.path),
+                if event.is_dir { "/" } else { "" }
+            ));
+        }
+        drop(events);
+        watching.await.unwrap().unwrap();
+        all
+    }
+
+    #[tokio::test]
+    async fn changes_are_told_by_kind_and_place() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("sub")).unwrap();
+        let all = told(dir.path(), true, |root| {
+            fs::write(root.join("sub/a"), "x").unwrap();
+            fs::rename(root.join("sub/a"), root.join("b")).unwrap();
+            fs::remove_file(root.join("b")).unwrap();
+        });
+        let all = all.await;
+        assert_eq!(
+            all,
+            ["created /sub/a", "modified /sub/a", "closed /sub/a", "moved /sub/a -> /b", "removed /b"]
+        );
+        let flat = told(dir.path(), false, |root| {
+            fs::write(root.join("sub/a"), "x").unwrap();
+            fs::write(root.join("c"), "").unwrap();
+        });
+        assert_eq!(flat.await, ["created /c", "closed /c"]);
+        let file = dir.path().join("c");
+        let of_a_file = told(&file, true, |file| fs::write(file, "y").unwrap());
+        assert_eq!(of_a_file.await.first().map(String::as_str), Some("modified "));
+    }
+
+    #[tokio::test]
+    async fn new_and_moved_directories_are_watched() {
+        let dir = tempfile::tempdir().unwrap();
+        let all = told(dir.path(), true, |root| {
+            fs::create_dir_all(root.join("x/y/z")).unwrap();
+            fs::write(root.join("x/y/z/f"), "").unwrap();
+        });
+        let all = all.await;
+        for wanted in ["created /x/", "created /x/y/", "created /x/y/z/", "created /x/y/z/f"] {
+            assert!(all.iter().any(|told| told == wanted), "{wanted}: {all:?}");
+        }
+        let all = told(dir.path(), true, |root| {
+            fs::rename(root.join("x/y"), root.join("w")).unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            fs::write(root.join("w/z/g"), "").unwrap();
+        });
+        let all = all.await;
+        assert!(all.contains(&"moved /x/y -> /w/".to_owned()), "{all:?}");
+        assert!(all.contains(&"created /w/z/g".to_owned()), "{all:?}");
+    }
+
+    #[tokio::test]
+    async fn too_much_at_once_is_told_and_the_end_ends_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        fs::create_dir(&root).unwrap();
+        let (sender, mut events) = mpsc::channel(1);
+        let watching = tokio::spawn(watch(root.as_os_str().as_bytes().to_vec(), false, sender));
+        events.recv().await.unwrap().unwrap();
+        let limit = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap();
+        let limit: usize = limit.trim().parse().unwrap();
+        let inside = root.clone();
+        let flood = move || {
+            for n in 0..limit {
+                fs::write(inside.join((n % 500).to_string()), "x").unwrap();
+            }
+        };
+        tokio::task::spawn_blocking(flood).await.unwrap();
+        fs::remove_dir_all(&root).unwrap();
+        let mut kinds = Vec::new();
+        let rest = async {
+            while let Some(event) = events.recv().await {
+                kinds.push(event.unwrap().kind);
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), rest).await.expect("it does not end");
+        watching.await.unwrap().unwrap();
+        assert!(kinds.iter().any(|kind| kind == "overflow"), "{} events and no overflow", kinds.len());
+        assert!(kinds.len() <= limit * 2, "{} events were kept", kinds.len());
+    }
+}

@@ -1,0 +1,128 @@
+//! Whole trees of a sandbox: as tar streams, and watched.
+
+use crate::{
+    error::Result,
+    files::checked,
+    guest::{plain, refusal},
+    node::Node,
+    sandbox::Use,
+    upload,
+};
+use bytes::Bytes;
+use futures::{StreamExt, stream::BoxStream};
+use keiki_protocol::guest::{PathRequest, UnpackChunk, WatchEvent, WatchRequest};
+use keiki_types::{
+    SandboxId,
+    api::{FsEvent, FsUnpacked},
+};
+use tokio::sync::OwnedSemaphorePermit;
+use tonic::Streaming;
+
+/// What is taken over of an archive.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Unpacking {
+    /// Owners by their numbers; else all is root's.
+    pub owners: bool,
+    /// The archive's top directory becomes the destination itself.
+    pub strip_top: bool,
+}
+
+impl Node {
+    /// What is at a path, as a tar stream with its last name on top.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn pack(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
+        let request = PathRequest { path: checked(path)? };
+        let using = self.inner.begin(id).await?;
+        let held = using.live.guest.stream()?;
+        let stream =
+            using.call(request, |mut guest, request| async move { guest.pack(request).await }).await?;
+        let mut chunks = messages(using, held, stream).map(|chunk| Ok(chunk?.data)).boxed();
+        // A refusal comes first, and is an answer of its own.
+        match chunks.next().await {
+            Some(first) => Ok(futures::stream::iter([Ok(first?)]).chain(chunks).boxed()),
+            None => Ok(chunks),
+        }
+    }
+
+    /// Unpacks a tar stream into a directory.
+    ///
+    /// # Errors
+    /// 400 also if the archive is refused, 404, 409, 507 if it does not fit.
+    pub async fn unpack(
+        &self,
+        id: SandboxId,
+        path: &str,
+        how: Unpacking,
+        data: BoxStream<'static, Result<Bytes>>,
+    ) -> Result<FsUnpacked> {
+        let mut first = Some(checked(path)?);
+        let using = self.inner.begin(id).await?;
+        let _held = using.live.guest.stream()?;
+        let (chunks, broken) = upload::messages(data, move |piece| UnpackChunk {
+            path: first.take().unwrap_or_default(),
+            owners: how.owners,
+            strip_top: how.strip_top,
+            commit: piece.is_none(),
+            data: piece.unwrap_or_default(),
+        });
+        let unpacked = using.live.guest.client().await.unpack(chunks).await;
+        match broken.or(unpacked)? {
+            Ok(reply) => {
+                let reply = reply.into_inner();
+                let (files, dirs, symlinks) = (reply.files, reply.dirs, reply.symlinks);
+                Ok(FsUnpacked { path: path.into(), files, dirs, symlinks, bytes: reply.bytes })
+            }
+            Err(status) => Err(using.explain(refusal(&status)).await),
+        }
+    }
+
+    /// What changes at or below a path from now on.
+    ///
+    /// # Errors
+    /// 400, 404, 409.
+    pub async fn watch(
+        &self,
+        id: SandboxId,
+        path: &str,
+        recursive: bool,
+    ) -> Result<BoxStream<'static, Result<FsEvent>>> {
+        let request = WatchRequest { path: checked(path)?, recursive };
+        let using = self.inner.begin(id).await?;
+        let held = using.live.guest.stream()?;
+        let stream =
+            using.call(request, |mut guest, request| async move { guest.watch(request).await }).await?;
+        let mut events = messages(using, held, stream).map(|event| Ok(view(event?))).boxed();
+        // It says that it has begun, or why not.
+        match events.next().await {
+            Some(first) => Ok(futures::stream::iter([Ok(first?)]).chain(events).boxed()),
+            None => Ok(events),
+        }
+    }
+}
+
+/// The messages of a call. The use lasts as long as they do.
+fn messages<T: Send + 'static>(
+    using: Use,
+    held: OwnedSemaphorePermit,
+    stream: Streaming<T>,
+) -> impl futures::Stream<Item = Result<T>> + Send {
+    futures::stream::unfold(Some((using, held, stream)), |state| async move {
+        let (using, held, mut stream) = state?;
+        match stream.message().await.transpose()? {
+            Ok(message) => Some((Ok(message), Some((using, held, stream)))),
+            Err(status) => Some((Err(using.explain(refusal(&status)).await), None)),
+        }
+    })
+}
+
+fn view(event: WatchEvent) -> FsEvent {
+    let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
+    FsEvent {
+        kind: plain(&event.kind),
+        path: text(&event.path),
+        from: (!event.from.is_empty()).then(|| text(&event.from)),
+        is_dir: event.is_dir,
+    }
+}
