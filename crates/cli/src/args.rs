@@ -42,16 +42,34 @@ pub enum Command {
     Run(cmd::run::Args),
     /// Run a command in a sandbox; its exit code is passed through
     Exec(cmd::exec::Args),
+    /// List the commands of a sandbox
+    Ps(cmd::ps::Args),
+    /// Read a command that goes on in a sandbox, from its beginning or anywhere
+    Attach(cmd::attach::Args),
+    /// Send a signal to commands in a sandbox
+    Kill(cmd::kill::Args),
     /// Open a terminal in a sandbox
     Shell(cmd::shell::Args),
     /// Copy files and directories between here and a sandbox
     Cp(cmd::cp::Args),
+    /// Carry TCP connections from here to ports in a sandbox
+    Forward(cmd::forward::Args),
     /// List sandboxes
     Ls(cmd::ls::Args),
     /// Show everything about a sandbox or snapshot
     Inspect(cmd::inspect::Args),
     /// Show the log of a sandbox
     Logs(cmd::logs::Args),
+    /// Show what happened to sandboxes
+    Events(cmd::events::Args),
+    /// Show what sandboxes use: CPU and memory, live
+    Top(cmd::top::Args),
+    /// List the ports that something in a sandbox listens on
+    Ports(cmd::ports::Args),
+    /// Print a link to a port of a sandbox, for a browser
+    Url(cmd::url::Args),
+    /// Open a port of a sandbox in a browser
+    Open(cmd::url::Args),
     /// Stop the vCPUs of sandboxes, keep them in memory
     Pause(cmd::pause::Args),
     /// Let paused sandboxes go on
@@ -165,6 +183,10 @@ mod tests {
             &["snapshots", "rm"],
             &["template", "build"],
             &["ls", "-o", "yaml"],
+            &["events", "-n", "0"],
+            &["url", "abcd", "0"],
+            &["open", "abcd"],
+            &["top", "--interval", "0"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

@@ -45,6 +45,18 @@ impl Context {
         texts.iter().map(|text| ids::pick("sandbox", text, &known)).collect()
     }
 
+    /// The command that `text` means, of those its sandbox knows.
+    pub async fn exec_id(&self, id: SandboxId, text: &str) -> Result<String, Failure> {
+        Ok(self.exec_ids(id, &[text.to_owned()]).await?.remove(0))
+    }
+
+    /// The commands that `texts` mean, one for each.
+    pub async fn exec_ids(&self, id: SandboxId, texts: &[String]) -> Result<Vec<String>, Failure> {
+        let execs = self.client.execs(id).await?;
+        let known: Vec<&str> = execs.iter().map(|exec| exec.id.as_str()).collect();
+        texts.iter().map(|text| ids::pick("command", text, &known).map(str::to_owned)).collect()
+    }
+
     /// The snapshots that `texts` mean.
     pub async fn snapshot_ids(&self, texts: &[String]) -> Result<Vec<SnapshotId>, Failure> {
         if let Ok(whole) = texts.iter().map(|text| text.parse()).collect() {

@@ -40,12 +40,15 @@ pub enum Error {
     /// The connection broke.
     #[error("the connection to the node failed")]
     Transport(#[source] reqwest::Error),
-    /// The terminal's connection broke.
-    #[error("the terminal connection failed")]
-    Pty(#[source] Box<tokio_tungstenite::tungstenite::Error>),
+    /// The connection of a terminal or a port broke.
+    #[error("the connection to the sandbox failed")]
+    Socket(#[source] Box<tokio_tungstenite::tungstenite::Error>),
     /// The node answered something this client does not understand.
     #[error("the node's answer was not understood: {0}")]
     Protocol(String),
+    /// The connection to a port was reset inside.
+    #[error("{0}")]
+    Connection(String),
     /// A command that was started could not be carried to its end.
     #[error("{0}")]
     Command(String),

@@ -32,7 +32,7 @@ pub enum ExecEvent {
 }
 
 /// The events of a running command. A stream that ends without `Exit` yields [`Error::Interrupted`] first.
-/// Dropping it before the exit kills the command and everything it started.
+/// Dropping it before the exit kills the command and everything it started, unless that goes on without its caller.
 pub struct ExecStream {
     events: BoxStream<'static, Result<Event>>,
     over: bool,
@@ -57,7 +57,13 @@ impl Client {
     pub async fn exec_stream(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecStream> {
         let post = self.request(Method::POST, &path(id, "/exec/stream")).json(request);
         let response = self.send(post.header("accept", "text/event-stream")).await?;
-        Ok(ExecStream { events: sse::events(response.bytes_stream()), over: false })
+        Ok(ExecStream::new(response))
+    }
+}
+
+impl ExecStream {
+    pub(crate) fn new(response: reqwest::Response) -> Self {
+        Self { events: sse::events(response.bytes_stream()), over: false }
     }
 }
 

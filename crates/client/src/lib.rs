@@ -20,21 +20,28 @@
 //!   a timeout where you want one; dropping a call or a stream is the way to cancel it.
 
 mod error;
+mod events;
 mod exec;
+mod execs;
 mod files;
+mod ports;
 mod pty;
 mod retry;
 mod sandboxes;
 mod snapshots;
+mod socket;
 pub mod sse;
+mod tcp;
 mod templates;
 mod transport;
 
 pub use error::{Error, Result};
 pub use exec::{ExecEvent, ExecStream};
+pub use execs::From;
 pub use files::FileReader;
 pub use keiki_types::{EngineKind, SandboxId, Shape, SnapshotId, Status, TemplateName, api};
 pub use pty::{Pty, PtyEvent, PtyInput, PtyOutput, PtyRequest};
 pub use retry::Retry;
 pub use sandboxes::LogStream;
+pub use tcp::{Tcp, TcpInput, TcpOutput};
 pub use transport::Client;

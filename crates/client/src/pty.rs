@@ -3,17 +3,14 @@
 use crate::{
     error::{Error, Result},
     sandboxes::path,
+    socket::{Socket, broken},
     transport::Client,
 };
 use bytes::Bytes;
 use futures::{SinkExt, StreamExt, stream};
 use keiki_types::SandboxId;
 use serde::Deserialize;
-use tokio::net::TcpStream;
-use tokio_tungstenite::{
-    MaybeTlsStream, WebSocketStream,
-    tungstenite::{self, Message, client::IntoClientRequest, http},
-};
+use tokio_tungstenite::tungstenite::Message;
 
 /// What to run on the terminal.
 #[derive(Debug, Clone, Default)]
@@ -28,6 +25,8 @@ pub struct PtyRequest {
     pub cwd: Option<String>,
     /// User name or `uid[:gid]`.
     pub user: Option<String>,
+    /// Let the command go on when the connection is lost.
+    pub keep: bool,
 }
 
 /// What comes from the terminal. `Exit` is last.
@@ -37,12 +36,14 @@ pub enum PtyEvent {
     Output(Bytes),
     /// The command's exit code.
     Exit(i32),
+    /// It was left, and goes on.
+    Detached,
 }
 
-type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
-
-/// A terminal in a sandbox. Dropping both halves kills the command.
+/// A terminal in a sandbox. Dropping both halves kills the command, unless it is kept.
 pub struct Pty {
+    /// The command's id, to come back to.
+    pub exec: String,
     /// To the command.
     pub input: PtyInput,
     /// From the command.
@@ -64,18 +65,27 @@ impl Client {
         let mut query = vec![("cols", request.cols.to_string()), ("rows", request.rows.to_string())];
         let texts = [("cmd", &request.cmd), ("cwd", &request.cwd), ("user", &request.user)];
         query.extend(texts.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))));
-        // Only to have the query encoded; the request itself is the web socket's.
-        let get = self.request(reqwest::Method::GET, &path(id, "/exec/pty")).query(&query);
-        let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
-        let mut handshake = url.into_client_request().map_err(broken)?;
-        if let Some(key) = &self.api_key {
-            let value = http::HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
-            handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
-        }
-        let (socket, _) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        query.extend(request.keep.then(|| ("keep", "true".into())));
+        let (socket, exec) = self.socket(&path(id, "/exec/pty"), &query).await?;
+        Ok(Pty::new(socket, exec.unwrap_or_default()))
+    }
+
+    /// Comes back to a command on its terminal. What it wrote last comes first: `tail` bytes of it. Whoever was there
+    /// is sent away. Dropping both halves leaves the command as it is.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn attach_pty(&self, id: SandboxId, exec: &str, tail: u64) -> Result<Pty> {
+        let at = path(id, &format!("/execs/{exec}/pty"));
+        let (socket, _) = self.socket(&at, &[("tail", tail.to_string())]).await?;
+        Ok(Pty::new(socket, exec.into()))
+    }
+}
+
+impl Pty {
+    fn new(socket: Socket, exec: String) -> Self {
         let (input, output) = socket.split();
-        Ok(Pty { input: PtyInput(input), output: PtyOutput(output) })
+        Self { exec, input: PtyInput(input), output: PtyOutput(output) }
     }
 }
 
@@ -86,6 +96,23 @@ impl PtyInput {
     /// If the connection is gone.
     pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
         self.0.send(Message::Binary(bytes)).await.map_err(broken)
+    }
+
+    /// Leaves the command, which goes on.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn detach(&mut self) -> Result<()> {
+        self.0.send(Message::Text(r#"{"detach":true}"#.into())).await.map_err(broken)
+    }
+
+    /// Sends a signal to every process of the command.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn signal(&mut self, signal: i32) -> Result<()> {
+        let text = serde_json::json!({"signal": signal}).to_string();
+        self.0.send(Message::Text(text.into())).await.map_err(broken)
     }
 
     /// Tells the terminal its size.
@@ -122,32 +149,15 @@ fn last_word(text: &str) -> Result<PtyEvent> {
     enum Word {
         Exit { exit_code: i32 },
         Failed { error: String },
+        Left { detached: bool },
     }
     match serde_json::from_str(text) {
+        Ok(Word::Left { detached: true }) => Ok(PtyEvent::Detached),
+        Ok(Word::Left { detached: false }) => Err(Error::Protocol("neither left nor ended".into())),
         Ok(Word::Exit { exit_code }) => Ok(PtyEvent::Exit(exit_code)),
         Ok(Word::Failed { error }) => Err(Error::Command(error)),
         Err(error) => Err(Error::Protocol(error.to_string())),
     }
-}
-
-fn broken(error: tungstenite::Error) -> Error {
-    Error::Pty(Box::new(error))
-}
-
-/// A refused handshake carries the node's sentence like any other answer.
-fn refused(error: tungstenite::Error) -> Error {
-    #[derive(Deserialize)]
-    struct Body {
-        error: String,
-    }
-    let tungstenite::Error::Http(response) = &error else { return broken(error) };
-    let status = response.status().as_u16();
-    let body = response.body().as_deref().unwrap_or_default();
-    let message = match serde_json::from_slice::<Body>(body) {
-        Ok(body) => body.error,
-        Err(_) => format!("the node answered {status} without saying why"),
-    };
-    Error::Api { status, message, console: None, retry_after: None }
 }
 
 #[cfg(test)]
@@ -159,6 +169,7 @@ mod tests {
     fn the_last_word_is_the_exit_code_or_an_error() {
         assert!(matches!(last_word(r#"{"exit_code":3}"#), Ok(PtyEvent::Exit(3))));
         assert!(matches!(last_word(r#"{"error":"gone"}"#), Err(Error::Command(_))));
+        assert!(matches!(last_word(r#"{"detached":true}"#), Ok(PtyEvent::Detached)));
         assert!(matches!(last_word("x"), Err(Error::Protocol(_))));
     }
 }

@@ -17,7 +17,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use keiki_protocol::{
-    AGENT_PORT,
+    AGENT_PORT, MAX_CALLS,
     guest::guest_server::GuestServer,
     handshake::{HELLO_LEN, Hello, MARKER, Scanner},
 };
@@ -38,10 +38,10 @@ use tokio::{
 
 /// How long a port without host is left alone unless it reports a change.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
-const STREAM_WINDOW: u32 = 1 << 20;
-const CONNECTION_WINDOW: u32 = 4 << 20;
-/// Calls at once; each command that runs attached is one.
-const MAX_CALLS: u32 = 512;
+/// Input in flight per call.
+const STREAM_WINDOW: u32 = 128 << 10;
+/// Input in flight altogether.
+const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
 /// The largest message taken from the node.
 const MAX_MESSAGE: usize = 4 << 20;
 

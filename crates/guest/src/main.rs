@@ -7,12 +7,14 @@
 
 mod boot;
 mod cgroup;
+mod dial;
 mod exec;
 mod files;
 mod individual;
 mod link;
 mod log;
 mod port;
+mod ports;
 mod reaper;
 mod ring;
 mod service;

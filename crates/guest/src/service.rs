@@ -1,22 +1,17 @@
 //! The RPCs: what the node asks, passed on to the parts that do it, and their errors as codes.
 
 use crate::{
-    cgroup,
+    cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
     individual::{Identity, IndividualError, announce, secrets},
-    log,
+    log, ports,
     reaper::Reaper,
 };
 use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
-    AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest,
-    FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk,
-    InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty,
-    PutSecretsRequest, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest,
-    ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, TakeSecretsReply, TakeSecretsRequest,
-    ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
+AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest, DialChunk, ForgetRequest, ListPortsReply, ListPortsRequest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -76,6 +71,7 @@ impl Guest for Agent {
     type ExecStream = Events;
     type AttachStream = Events;
     type ReadFileStream = ReceiverStream<Result<FileChunk, Status>>;
+    type DialStream = ReceiverStream<Result<DialChunk, Status>>;
 
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
         let up = clock_gettime(ClockId::Boottime);
@@ -180,8 +176,8 @@ impl Guest for Agent {
     }
 
     async fn attach(&self, request: Request<AttachRequest>) -> Answer<Events> {
-        let AttachRequest { id, stdout_offset, stderr_offset } = request.into_inner();
-        let reader = self.execs.attach(&id, stdout_offset, stderr_offset).map_err(exec_status)?;
+        let AttachRequest { id, stdout_offset, stderr_offset, polite } = request.into_inner();
+        let reader = self.execs.attach(&id, [stdout_offset, stderr_offset], polite).map_err(exec_status)?;
         Ok(Response::new(follow(reader)))
     }
 
@@ -221,6 +217,11 @@ impl Guest for Agent {
 
     async fn list_execs(&self, _: Request<ListExecsRequest>) -> Answer<ListExecsReply> {
         Ok(Response::new(ListExecsReply { execs: self.execs.list() }))
+    }
+
+    async fn forget(&self, request: Request<ForgetRequest>) -> Answer<Done> {
+        self.execs.forget(&request.into_inner().id).map_err(exec_status)?;
+        Ok(Response::new(Done {}))
     }
 
     async fn read_file(&self, request: Request<ReadFileRequest>) -> Answer<Self::ReadFileStream> {
@@ -306,6 +307,19 @@ impl Guest for Agent {
         file_work(move || files::symlink(&target, files::absolute(&link)?).map(done)).await
     }
 
+    async fn dial(&self, request: Request<Streaming<DialChunk>>) -> Answer<Self::DialStream> {
+        let mut chunks = request.into_inner();
+        let stream = dial::connect(&mut chunks).await?;
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(dial::carry(stream, chunks, sender));
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn list_ports(&self, _: Request<ListPortsRequest>) -> Answer<ListPortsReply> {
+        let found = spawn_blocking(ports::list).await.map_err(lost)?;
+        found.map(Response::new).map_err(|error| failed("list ports", &error))
+    }
+
     async fn shutdown(&self, request: Request<ShutdownRequest>) -> Answer<Done> {
         let grace = Duration::from_millis(request.into_inner().grace_ms.into()).min(MAX_GRACE);
         let agent = self.clone();
@@ -374,7 +388,7 @@ fn exec_status(error: ExecError) -> Status {
         ExecError::Unknown(_) => Code::NotFound,
         ExecError::Exists(_) => Code::AlreadyExists,
         ExecError::TooMany => Code::ResourceExhausted,
-        ExecError::Ended | ExecError::Without(_) => Code::FailedPrecondition,
+        ExecError::Ended | ExecError::Taken | ExecError::Without(_) => Code::FailedPrecondition,
         ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
         ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,
     };

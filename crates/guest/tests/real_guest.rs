@@ -552,13 +552,14 @@ async fn reconnecting(machine: &Machine) {
     let begin = Instant::now();
     let (client, _) = machine.connect(16).await;
     println!("connected again after {:?}", begin.elapsed());
-    let request = AttachRequest { id: name.clone(), stdout_offset: text.len() as u64, stderr_offset: 0 };
+    let request =
+        AttachRequest { id: name.clone(), stdout_offset: text.len() as u64, stderr_offset: 0, polite: false };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     text.extend_from_slice(&rest.stdout);
     let expected: String = (1..=300).map(|n| format!("{n}\n")).collect();
     assert_eq!(String::from_utf8(text).unwrap(), expected);
     assert_eq!((rest.exit.code, rest.stderr), (5, b"bad\n".to_vec()));
-    let again = AttachRequest { id: name, stdout_offset: 10, stderr_offset: 0 };
+    let again = AttachRequest { id: name, stdout_offset: 10, stderr_offset: 0, polite: false };
     let tail = collect(client.clone().attach(again).await.unwrap().into_inner()).await;
     assert_eq!(tail.out(), expected[10..]);
     // The connection goes while everything is in flight; the command goes on, and nothing is missing.
@@ -573,7 +574,7 @@ async fn reconnecting(machine: &Machine) {
     }
     drop((stream, client));
     let (client, _) = machine.connect(16).await;
-    let request = AttachRequest { id: "flood".into(), stdout_offset: got, stderr_offset: 0 };
+    let request = AttachRequest { id: "flood".into(), stdout_offset: got, stderr_offset: 0, polite: false };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(got + rest.stdout.len() as u64, 6_000_000, "output was lost");
     let begin = Instant::now();
@@ -595,7 +596,8 @@ async fn reconnecting(machine: &Machine) {
     let request = AttachRequest { id: "alone".into(), ..AttachRequest::default() };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(rest.stdout.len(), 1 << 20);
-    let beyond = AttachRequest { id: "alone".into(), stdout_offset: 5_000_001, stderr_offset: 0 };
+    let beyond =
+        AttachRequest { id: "alone".into(), stdout_offset: 5_000_001, stderr_offset: 0, polite: false };
     assert_eq!(client.clone().attach(beyond).await.unwrap_err().code(), Code::InvalidArgument);
     println!("reconnecting: ok");
 }

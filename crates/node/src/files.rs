@@ -5,6 +5,7 @@ use crate::{
     guest::refusal,
     node::Node,
     sandbox::Use,
+    upload,
 };
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
@@ -16,11 +17,8 @@ use keiki_types::{
     SandboxId,
     api::{FsChange, FsEntry},
 };
-use std::sync::{Arc, Mutex, PoisonError};
 use tonic::{Status, Streaming, transport::Channel};
 
-/// One message of a written file.
-const WRITE_CHUNK: usize = 256 << 10;
 /// Longest path that is passed on, as in Linux.
 const PATH_MAX: usize = 4096;
 
@@ -43,7 +41,7 @@ impl Node {
         let path = checked(path)?;
         let using = self.inner.begin(id).await?;
         let request = ReadFileRequest { path, offset: 0, limit: 0 };
-        let read = call(&using, request, |mut guest, request| async move { guest.read_file(request).await });
+        let read = using.call(request, |mut guest, request| async move { guest.read_file(request).await });
         let mut stream = read.await?;
         let first = match stream.message().await {
             Ok(first) => first.unwrap_or_default(),
@@ -67,14 +65,15 @@ impl Node {
         let header =
             WriteHeader { path: checked(path)?, mode: mode.unwrap_or(0), parents: true, user: String::new() };
         let using = self.inner.begin(id).await?;
-        // An upload that breaks off is never committed; its error is the caller's, not the guest's.
-        let broken = Arc::new(Mutex::new(None));
-        let chunks = write_chunks(header, data, Arc::clone(&broken));
+        let mut first = Some(header);
+        // An upload that breaks off is never committed.
+        let (chunks, broken) = upload::messages(data, move |piece| WriteChunk {
+            header: first.take(),
+            commit: piece.is_none(),
+            data: piece.unwrap_or_default(),
+        });
         let written = using.live.guest.client().await.write_file(chunks).await;
-        if let Some(error) = broken.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Err(error);
-        }
-        match written {
+        match broken.or(written)? {
             Ok(reply) => Ok(reply.into_inner().bytes),
             Err(status) => Err(using.explain(refusal(&status)).await),
         }
@@ -87,7 +86,7 @@ impl Node {
     pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let listed = call(&using, request, |mut guest, request| async move { guest.list_dir(request).await });
+        let listed = using.call(request, |mut guest, request| async move { guest.list_dir(request).await });
         let mut entries: Vec<_> = listed.await?.entries.into_iter().map(entry).collect();
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
@@ -100,7 +99,7 @@ impl Node {
     pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
-        let found = call(&using, request, |mut guest, request| async move { guest.stat(request).await });
+        let found = using.call(request, |mut guest, request| async move { guest.stat(request).await });
         found.await.map(entry)
     }
 
@@ -170,7 +169,7 @@ impl Node {
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
         let using = self.inner.begin(id).await?;
-        call(&using, request, send).await.map(drop)
+        using.call(request, send).await.map(drop)
     }
 }
 
@@ -183,17 +182,6 @@ pub fn mode(text: Option<&str>) -> Result<Option<u32>> {
     match u32::from_str_radix(text.trim_start_matches("0o"), 8) {
         Ok(bits) if bits <= 0o7777 => Ok(Some(bits)),
         _ => Err(Error::Invalid(format!("mode must be octal text such as \"0755\", not {text:?}"))),
-    }
-}
-
-async fn call<R, T, F>(using: &Use, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
-where
-    R: Clone,
-    F: Future<Output = Result<tonic::Response<T>, Status>>,
-{
-    match using.live.guest.call(|client| send(client, request.clone())).await {
-        Ok(answer) => Ok(answer),
-        Err(status) => Err(using.explain(refusal(&status)).await),
     }
 }
 
@@ -220,38 +208,6 @@ fn contents(using: Use, first: FileChunk, stream: Streaming<FileChunk>) -> BoxSt
     futures::stream::once(async move { Ok(first.data) }).chain(rest).boxed()
 }
 
-fn write_chunks(
-    header: WriteHeader,
-    data: BoxStream<'static, Result<Bytes>>,
-    broken: Arc<Mutex<Option<Error>>>,
-) -> impl futures::Stream<Item = WriteChunk> + Send + 'static {
-    let head = WriteChunk { header: Some(header), data: Bytes::new(), commit: false };
-    let body = data
-        .flat_map(|piece| {
-            let parts: Vec<Result<Bytes>> = match piece {
-                Ok(piece) => piece.chunks(WRITE_CHUNK).map(|part| Ok(piece.slice_ref(part))).collect(),
-                Err(error) => vec![Err(error)],
-            };
-            futures::stream::iter(parts)
-        })
-        .map(Some)
-        .chain(futures::stream::once(async { None }))
-        .scan(false, move |failed, piece| {
-            let chunk = match piece {
-                _ if *failed => None,
-                Some(Ok(data)) => Some(WriteChunk { header: None, data, commit: false }),
-                Some(Err(error)) => {
-                    *failed = true;
-                    *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                    None
-                }
-                None => Some(WriteChunk { header: None, data: Bytes::new(), commit: true }),
-            };
-            futures::future::ready(chunk)
-        });
-    futures::stream::once(async move { head }).chain(body)
-}
-
 fn entry(entry: Entry) -> FsEntry {
     let text = |bytes: &Bytes| String::from_utf8_lossy(bytes).into_owned();
     FsEntry {
@@ -270,12 +226,7 @@ fn entry(entry: Entry) -> FsEntry {
 
 #[cfg(test)]
 mod tests {
-    use super::{checked, mode, write_chunks};
-    use crate::error::Error;
-    use bytes::Bytes;
-    use futures::StreamExt;
-    use keiki_protocol::guest::WriteHeader;
-    use std::sync::{Arc, Mutex};
+    use super::{checked, mode};
 
     #[test]
     fn paths_and_modes_are_checked() {
@@ -288,24 +239,5 @@ mod tests {
         for bad in ["", "8", "rwx", "10000", "-1"] {
             assert!(mode(Some(bad)).is_err(), "{bad:?}");
         }
-    }
-
-    #[tokio::test]
-    async fn a_broken_upload_is_never_committed() {
-        let upload = |pieces: Vec<Result<Bytes, Error>>| async {
-            let broken = Arc::new(Mutex::new(None));
-            let chunks = write_chunks(
-                WriteHeader::default(),
-                futures::stream::iter(pieces).boxed(),
-                Arc::clone(&broken),
-            );
-            let chunks: Vec<_> = chunks.collect().await;
-            let failed = broken.lock().map(|error| error.is_some()).unwrap_or(true);
-            (chunks.iter().filter(|chunk| chunk.commit).count(), chunks.len(), failed)
-        };
-        assert_eq!(upload(vec![Ok("ab".into()), Ok("c".into())]).await, (1, 4, false));
-        assert_eq!(upload(vec![]).await, (1, 2, false));
-        let bad = Err(Error::Invalid("cut".into()));
-        assert_eq!(upload(vec![Ok("ab".into()), bad, Ok("c".into())]).await, (0, 2, true));
     }
 }

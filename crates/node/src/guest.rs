@@ -8,10 +8,16 @@ use keiki_types::Origin;
 use rand::RngCore;
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
-use tokio::net::UnixStream;
+use tokio::{
+    net::UnixStream,
+    sync::{OwnedSemaphorePermit, Semaphore},
+};
 use tonic::{Code, Status, transport::Channel};
 
 /// A guest that does not say hello within this is given up.
@@ -20,6 +26,8 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(20);
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// Any other call that is answered once: what a caller asked for may take the guest a while.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// Calls of unknown length at once; the others are for what is answered soon.
+const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 /// Characters of what a guest says that are passed on in an error.
 const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
@@ -45,6 +53,7 @@ pub struct GuestLink {
     generation: u64,
     limits: Limits,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
+    streams: Arc<Semaphore>,
     closed: AtomicBool,
 }
 
@@ -59,12 +68,31 @@ impl GuestLink {
 
     async fn connect_within(limits: Limits, socket: &Path, generation: u64) -> Result<Self> {
         let client = tokio::sync::Mutex::new(open(socket, generation, limits.connect).await?);
-        Ok(Self { socket: socket.into(), generation, limits, client, closed: AtomicBool::new(false) })
+        let streams = Arc::new(Semaphore::new(MAX_STREAMS));
+        Ok(Self {
+            socket: socket.into(),
+            generation,
+            limits,
+            client,
+            streams,
+            closed: AtomicBool::new(false),
+        })
     }
 
     /// A client to call with. Cheap; streams of several clients share the connection.
     pub async fn client(&self) -> GuestClient<Channel> {
         self.client.lock().await.clone()
+    }
+
+    /// A place among the calls that last as long as their caller likes, so that others always find one.
+    ///
+    /// # Errors
+    /// 503 if all are taken.
+    pub fn stream(&self) -> Result<OwnedSemaphorePermit> {
+        Arc::clone(&self.streams).try_acquire_owned().map_err(|_| Error::Busy {
+            why: format!("{MAX_STREAMS} commands, connections and streams are open in this sandbox"),
+            retry_after: Duration::from_secs(1),
+        })
     }
 
     /// Replaces a broken connection.
@@ -200,6 +228,11 @@ pub fn refusal(status: &Status) -> Error {
         Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
             Error::Conflict(said)
         }
+        Code::Unimplemented => Error::Conflict(
+            "the agent of this sandbox is older than this node and cannot do this: make the sandbox anew from a \
+             template built by this node"
+                .into(),
+        ),
         Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
         _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(quoted(status))),
     }

@@ -9,17 +9,19 @@
 use crate::{
     admission::Ticket,
     error::{Error, Result},
-    guest::GuestLink,
+    guest::{GuestLink, refusal as guest_refusal},
     lifecycle::{self, Decision, Sweep, Verb},
     records::{SandboxRecord, rfc3339},
 };
 use keiki_engine::Machine;
 use keiki_net::Slot;
+use keiki_protocol::guest::guest_client::GuestClient;
 use keiki_types::{SandboxId, Status, api};
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
+use tonic::transport::Channel;
 
 /// Parts how a machine ended from what its guest said last, in a record's `error`.
 pub const CONSOLE_MARK: &str = "; the console ends with:\n";
@@ -65,6 +67,21 @@ pub struct Use {
 const NOTICE_LIMIT: Duration = Duration::from_secs(2);
 
 impl Use {
+    /// Calls the guest with something that may be repeated over a new connection.
+    ///
+    /// # Errors
+    /// What the guest, or the end of its machine, means to the caller.
+    pub async fn call<R, T, F>(&self, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
+    where
+        R: Clone,
+        F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    {
+        match self.live.guest.call(|client| send(client, request.clone())).await {
+            Ok(answer) => Ok(answer),
+            Err(status) => Err(self.explain(guest_refusal(&status)).await),
+        }
+    }
+
     /// What became of the machine, for a request that it failed: a node's failure where it is still there.
     pub async fn explain(&self, error: Error) -> Error {
         if !matches!(error, Error::Internal { .. }) {
@@ -274,6 +291,7 @@ impl Sandbox {
             generation: record.generation,
             engine: record.engine,
             memory: None,
+            cpu_ms: None,
             timings: record.timings.clone(),
             error: record.error.clone(),
         }
@@ -294,7 +312,7 @@ fn refusal(record: &SandboxRecord, why: &str) -> Error {
 }
 
 /// What the guest said last, of a machine that ended by itself.
-fn console_of(record: &SandboxRecord) -> Option<String> {
+pub fn console_of(record: &SandboxRecord) -> Option<String> {
     let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
     Some(console.trim().to_owned())
 }

@@ -7,6 +7,7 @@
 //! A channel lasts as long as its socket. It never reconnects: when it fails, connect a new socket.
 
 use crate::{
+    MAX_CALLS,
     guest::guest_client::GuestClient,
     handshake::{Hello, Scanner, VERSION},
 };
@@ -23,9 +24,9 @@ use tonic::transport::{Channel, Endpoint};
 const REPEAT: Duration = Duration::from_millis(25);
 /// Output in flight per call. A guest keeps more than this behind what it sent, so that nothing is lost when
 /// the connection is.
-const STREAM_WINDOW: u32 = 512 << 10;
-/// Output in flight altogether.
-const CONNECTION_WINDOW: u32 = 4 << 20;
+const STREAM_WINDOW: u32 = 256 << 10;
+/// Output in flight altogether: what all calls may have, or those that nobody reads would hold up the others.
+const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
 /// What may come before the echo of a hello: what a frozen machine had in flight, with room to spare.
 const MAX_RUBBISH: usize = 64 << 20;
 /// Headers of one answer.

@@ -15,6 +15,10 @@ pub mod guest {
 /// Name of the virtio-console port that carries the agent connection.
 pub const AGENT_PORT: &str = "keiki.agent.0";
 
+/// Calls at once over one connection. Each side's window for all of them together is what each of them may
+/// have: calls that nobody reads hold up no others.
+pub const MAX_CALLS: u32 = 512;
+
 /// What every guest believes about its network. The slot around it makes it distinct outside.
 pub mod net {
     use std::net::Ipv4Addr;

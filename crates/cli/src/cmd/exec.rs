@@ -2,14 +2,17 @@
 
 use crate::{
     context::Context,
-    exit::{Failure, Outcome, io_error},
+    exit::{ExitCode, Failure, Outcome, io_error},
     printer::{Output, Target},
     signals::unless_interrupted,
     text::{parse_duration, parse_env},
 };
 use base64::Engine as _;
 use futures::StreamExt;
-use keiki_client::{Client, ExecEvent, SandboxId, api::ExecRequest};
+use keiki_client::{
+    Client, ExecEvent, ExecStream, SandboxId,
+    api::{ExecRequest, execs::StartExec},
+};
 use std::{io::Read, time::Duration};
 
 /// Standard input travels within the request; more than this belongs into a file (`keiki cp`).
@@ -21,6 +24,12 @@ pub struct Args {
     /// How it runs.
     #[command(flatten)]
     pub options: Options,
+    /// Start it and leave it running: print its id, for `keiki attach`, `keiki ps` and `keiki kill`
+    #[arg(short, long)]
+    pub detach: bool,
+    /// With --detach: keep its standard input open, for `keiki attach --stdin`
+    #[arg(long, requires = "detach")]
+    pub stdin_open: bool,
     /// A shell line, instead of COMMAND
     #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
     pub shell: Option<String>,
@@ -105,6 +114,12 @@ async fn read_stdin() -> Result<Vec<u8>, Failure> {
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let request = args.options.request(args.shell, args.command).await?;
+    if args.detach {
+        let request = StartExec { command: request, stdin_open: args.stdin_open, pty: None };
+        let exec = unless_interrupted(async { Ok(context.client.start_exec(id, &request).await?) }).await?;
+        context.out.show(&exec, || exec.id.clone())?;
+        return Ok(ExitCode::Success as i32);
+    }
     carry_out(&context, id, &request).await
 }
 
@@ -120,9 +135,13 @@ pub async fn carry_out(context: &Context, id: SandboxId, request: &ExecRequest) 
 
 /// Dropping the stream, which a signal does, kills the command in the sandbox.
 async fn streamed(client: &Client, id: SandboxId, request: &ExecRequest) -> Outcome {
+    show(unless_interrupted(async { Ok(client.exec_stream(id, request).await?) }).await?).await
+}
+
+/// Shows what a command sends. Its exit code is the result.
+pub async fn show(mut events: ExecStream) -> Outcome {
     let output = Output::start()?;
     let carried = unless_interrupted(async {
-        let mut events = client.exec_stream(id, request).await?;
         while let Some(event) = events.next().await {
             let (target, chunk) = match event? {
                 ExecEvent::Stdout(chunk) => (Target::Stdout, chunk),

@@ -1,19 +1,25 @@
 //! The commands, one file each.
 
+pub mod attach;
 pub mod bench;
 pub mod completion;
 pub mod cp;
 pub mod create;
 pub mod demo;
 pub mod doctor;
+pub mod events;
 pub mod exec;
 pub mod fork;
+pub mod forward;
 pub mod hibernate;
 pub mod inspect;
+pub mod kill;
 pub mod logs;
 pub mod ls;
 pub mod node;
 pub mod pause;
+pub mod ports;
+pub mod ps;
 pub mod restore;
 pub mod resume;
 pub mod rm;
@@ -22,7 +28,9 @@ pub mod shell;
 pub mod snapshot;
 pub mod snapshots;
 pub mod template;
+pub mod top;
 pub mod tree;
+pub mod url;
 mod verb;
 pub mod version;
 pub mod wake;

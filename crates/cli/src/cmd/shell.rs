@@ -2,15 +2,19 @@
 //!
 //! The local terminal becomes a mere carrier: raw, every key goes to the sandbox, every byte from there to the
 //! screen. It is put back as it was however this ends: the guard does it on every way out, signals included.
+//!
+//! The remote command outlives a lost connection. It ends with the local terminal, as under `ssh`, unless it was left
+//! with the detach keys or had been come back to.
 
 use crate::{
     context::Context,
-    exit::{Failure, Outcome, io_error},
+    exit::{ExitCode, Failure, Outcome, io_error},
+    ids::short,
     printer::{Output, Target},
     signals::interrupted,
 };
 use bytes::Bytes;
-use keiki_client::{Pty, PtyEvent, PtyOutput, PtyRequest};
+use keiki_client::{Pty, PtyEvent, PtyOutput, PtyRequest, SandboxId};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use std::{
     io::{self, IsTerminal, Read},
@@ -33,6 +37,13 @@ pub struct Args {
     /// Who: a name or uid[:gid] [default: root]
     #[arg(short, long)]
     pub user: Option<String>,
+    /// Come back to a terminal that was left: the latest, or --attach=EXEC as `keiki ps` lists it
+    #[arg(long, value_name = "EXEC", num_args = 0..=1, require_equals = true, default_missing_value = "",
+        conflicts_with_all = ["cwd", "user", "line"])]
+    pub attach: Option<String>,
+    /// Keys that leave the terminal and let it go on
+    #[arg(long, value_name = "KEYS", default_value = "ctrl-],d", value_parser = parse_keys)]
+    pub detach_keys: Keys,
     /// A shell line to run instead of a login shell
     #[arg(value_name = "LINE", trailing_var_arg = true, allow_hyphen_values = true)]
     pub line: Vec<String>,
@@ -47,62 +58,168 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
     let id = context.sandbox_id(&args.sandbox).await?;
     let (cols, rows) = window()?;
-    let cmd = (!args.line.is_empty()).then(|| args.line.join(" "));
-    let request = PtyRequest { cols, rows, cmd, cwd: args.cwd, user: args.user };
-    let pty = context.client.pty(id, &request).await?;
-    let raw = RawTerminal::enter()?;
-    let outcome = carry(pty).await;
-    drop(raw);
-    outcome
-}
-
-async fn carry(pty: Pty) -> Outcome {
-    let Pty { mut input, output } = pty;
-    let mut keys = read_keys()?;
-    let mut resized = signal(SignalKind::window_change()).map_err(io_error("watching the window's size"))?;
-    let type_keys = async {
-        loop {
-            tokio::select! {
-                key = keys.recv() => match key {
-                    Some(bytes) => input.send(bytes).await?,
-                    // The terminal is gone; the command's end is what counts now.
-                    None => std::future::pending().await,
-                },
-                _ = resized.recv() => {
-                    let (cols, rows) = window()?;
-                    input.resize(cols, rows).await?;
-                }
-            }
+    let stays = args.attach.is_some();
+    let mut pty = match args.attach {
+        Some(text) => {
+            let exec = terminal(&context, id, &text).await?;
+            context.client.attach_pty(id, &exec, TAIL).await?
+        }
+        None => {
+            let cmd = (!args.line.is_empty()).then(|| args.line.join(" "));
+            let request = PtyRequest { cols, rows, cmd, cwd: args.cwd, user: args.user, keep: true };
+            context.client.pty(id, &request).await?
         }
     };
-    tokio::select! {
-        code = show(output) => code,
-        failure = type_keys => failure,
-        signal = interrupted() => Err(Failure::Signal(signal)),
+    if stays {
+        // A change, so that what fills the screen draws itself anew.
+        pty.input.resize(cols, rows.saturating_sub(1).max(1)).await?;
+        pty.input.resize(cols, rows).await?;
+    }
+    let exec = pty.exec.clone();
+    let raw = RawTerminal::enter()?;
+    let outcome = carry(pty, Matcher::new(args.detach_keys), stays).await;
+    drop(raw);
+    match outcome? {
+        Ended::Exit(code) => Ok(code),
+        Ended::Left => {
+            context.out.note(&format!(
+                "left; come back with: keiki shell --attach={} {}",
+                short(exec),
+                short(id)
+            ));
+            Ok(ExitCode::Success as i32)
+        }
     }
 }
 
-async fn show(mut pty: PtyOutput) -> Outcome {
+/// Of the output that was missed, so much is shown.
+const TAIL: u64 = 64 << 10;
+
+/// The command on a terminal that is meant; an empty text means the latest that runs.
+async fn terminal(context: &Context, id: SandboxId, text: &str) -> Result<String, Failure> {
+    if !text.is_empty() {
+        return context.exec_id(id, text).await;
+    }
+    let execs = context.client.execs(id).await?;
+    let latest = execs.into_iter().rev().find(|exec| exec.pty && exec.exit_code.is_none());
+    latest.map(|exec| exec.id).ok_or_else(|| Failure::Usage("no terminal runs in this sandbox".into()))
+}
+
+/// How a terminal was ended here.
+enum Ended {
+    Exit(i32),
+    Left,
+}
+
+async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Failure> {
+    let Pty { mut input, output, .. } = pty;
+    let mut keys = read_keys()?;
+    let mut resized = signal(SignalKind::window_change()).map_err(io_error("watching the window's size"))?;
+    let shown = show(output);
+    let ending = interrupted();
+    tokio::pin!(shown, ending);
+    loop {
+        tokio::select! {
+            ended = &mut shown => return ended,
+            signal = &mut ending => {
+                if !stays {
+                    // As when a terminal goes away: what ignores it goes on.
+                    let _ = input.signal(SIGHUP).await;
+                }
+                return Err(Failure::Signal(signal));
+            }
+            Some(bytes) = keys.recv() => {
+                let (typed, leave) = matcher.feed(&bytes);
+                if !typed.is_empty() {
+                    input.send(typed.into()).await?;
+                }
+                if leave {
+                    input.detach().await?;
+                }
+            }
+            _ = resized.recv() => {
+                let (cols, rows) = window()?;
+                input.resize(cols, rows).await?;
+            }
+        }
+    }
+}
+
+const SIGHUP: i32 = 1;
+
+/// Keys that leave a terminal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keys(Vec<u8>);
+
+fn parse_keys(text: &str) -> Result<Keys, String> {
+    let key = |name: &str| match (name.strip_prefix("ctrl-"), name.as_bytes()) {
+        (Some(rest), _) => match rest.as_bytes() {
+            [letter @ (b'a'..=b'z' | b'@' | b'[' | b'\\' | b']' | b'^' | b'_')] => Some(letter & 0x1f),
+            _ => None,
+        },
+        (None, [byte]) if byte.is_ascii_graphic() => Some(*byte),
+        _ => None,
+    };
+    let keys: Option<Vec<u8>> = text.split(',').map(key).collect();
+    keys.map(Keys).ok_or_else(|| format!("{text:?} is not a list of keys such as ctrl-],d or ctrl-p,ctrl-q"))
+}
+
+/// Finds the keys in what is typed, over the edges of what is read at a time.
+struct Matcher {
+    keys: Keys,
+    matched: usize,
+}
+
+impl Matcher {
+    fn new(keys: Keys) -> Self {
+        Self { keys, matched: 0 }
+    }
+
+    /// What to pass on, and whether the keys were typed. What may be their beginning is held back.
+    fn feed(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
+        let mut typed = Vec::with_capacity(bytes.len() + self.matched);
+        for &byte in bytes {
+            let keys = &self.keys.0;
+            if keys.get(self.matched) == Some(&byte) {
+                self.matched += 1;
+                if self.matched == keys.len() {
+                    self.matched = 0;
+                    return (typed, true);
+                }
+                continue;
+            }
+            typed.extend_from_slice(&keys[..self.matched]);
+            self.matched = usize::from(keys.first() == Some(&byte));
+            if self.matched == 0 {
+                typed.push(byte);
+            }
+        }
+        (typed, false)
+    }
+}
+
+async fn show(mut pty: PtyOutput) -> Result<Ended, Failure> {
     let screen = Output::start()?;
-    let code = loop {
+    let ended = loop {
         match pty.next().await? {
             PtyEvent::Output(bytes) => {
                 if !screen.write(Target::Stdout, bytes).await {
                     break None;
                 }
             }
-            PtyEvent::Exit(code) => break Some(code),
+            PtyEvent::Exit(code) => break Some(Ended::Exit(code)),
+            PtyEvent::Detached => break Some(Ended::Left),
         }
     };
     screen.finish().await?;
-    code.ok_or_else(|| keiki_client::Error::Interrupted.into())
+    ended.ok_or_else(|| keiki_client::Error::Interrupted.into())
 }
 
 /// Reads the keyboard on a thread: a read of a terminal cannot be called off, the process ends over it.
 fn read_keys() -> Result<mpsc::Receiver<Bytes>, Failure> {
     let (keys, inbox) = mpsc::channel(16);
     let read_all = move || {
-        let mut buffer = [0; 4096];
+        let mut buffer = vec![0; 64 << 10];
         loop {
             match io::stdin().lock().read(&mut buffer) {
                 Ok(0) => break,
@@ -157,5 +274,41 @@ impl RawTerminal {
 impl Drop for RawTerminal {
     fn drop(&mut self) {
         let _ = tcsetattr(io::stdin(), OptionalActions::Flush, &self.before);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Keys, Matcher, parse_keys};
+
+    #[test]
+    fn keys_are_named() {
+        assert_eq!(parse_keys("ctrl-],d"), Ok(Keys(vec![0x1d, b'd'])));
+        assert_eq!(parse_keys("ctrl-p,ctrl-q"), Ok(Keys(vec![16, 17])));
+        assert_eq!(parse_keys("ctrl-\\"), Ok(Keys(vec![0x1c])));
+        for bad in ["", "ctrl-", "ctrl-1", "dd", "a,", "é", "ctrl-A"] {
+            assert!(parse_keys(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn keys_are_found_and_everything_else_is_passed_on() {
+        let run = |keys: &str, typed: &[&[u8]]| {
+            let mut matcher = Matcher::new(parse_keys(keys).unwrap());
+            let mut all = Vec::new();
+            for piece in typed {
+                let (passed, left) = matcher.feed(piece);
+                all.extend(passed);
+                if left {
+                    return (all, true);
+                }
+            }
+            (all, false)
+        };
+        assert_eq!(run("ctrl-],d", &[b"ab\x1ddc"]), (b"ab".to_vec(), true));
+        assert_eq!(run("ctrl-],d", &[b"ab\x1d", b"d"]), (b"ab".to_vec(), true));
+        assert_eq!(run("ctrl-],d", &[b"\x1d", b"x", b"d"]), (b"\x1dxd".to_vec(), false));
+        assert_eq!(run("ctrl-],d", &[b"\x1d\x1dd"]), (b"\x1d".to_vec(), true));
+        assert_eq!(run("q", &[b"abq"]), (b"ab".to_vec(), true));
     }
 }

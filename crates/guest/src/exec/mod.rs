@@ -34,10 +34,12 @@ use tokio::{
 
 /// Commands that run at once.
 const MAX_RUNNING: usize = 1024;
-/// Ended commands remembered: how many, with how much output, for how long.
+/// Ended commands remembered, of each sort: how many, with how much output.
 const MAX_ENDED: usize = 128;
 const MAX_ENDED_BYTES: usize = 8 << 20;
+/// For how long, where somebody heard of the end, and where perhaps nobody did.
 const MAX_ENDED_AGE: Duration = Duration::from_secs(120);
+const MAX_KEPT_AGE: Duration = Duration::from_secs(24 * 3600);
 const MAX_ID: usize = 64;
 /// The code of a command that SIGKILL ended.
 const KILLED: i32 = 128 + 9;
@@ -64,6 +66,9 @@ pub enum ExecError {
     /// It has ended.
     #[error("the command has ended")]
     Ended,
+    /// Its output is somebody's.
+    #[error("the command belongs to the call that started it, which still reads it")]
+    Taken,
     /// It never had what was asked for.
     #[error("the command has no {0}")]
     Without(&'static str),
@@ -202,7 +207,7 @@ impl Execs {
             }
         };
         let (id, argv) = (spec.id.clone(), shown(spec));
-        let session = Session::new(Birth { id, argv, pid, group, input, terminal });
+        let session = Session::new(Birth { id, argv, keep: spec.keep, pid, group, input, terminal });
         let reader = session.attach([0, 0])?;
         for source in &sources {
             tokio::spawn(pump(session.clone(), source.clone()));
@@ -228,9 +233,13 @@ impl Execs {
         Ok(Launched::Running(reader))
     }
 
-    /// Reads a command from these offsets on.
-    pub fn attach(&self, id: &str, stdout: u64, stderr: u64) -> Result<Reader, ExecError> {
-        self.find(id)?.attach([stdout, stderr])
+    /// Reads a command from these offsets on. `polite`: not if the caller who started it still does.
+    pub fn attach(&self, id: &str, offsets: [u64; 2], polite: bool) -> Result<Reader, ExecError> {
+        let session = self.find(id)?;
+        if polite && !session.keep && session.is_read() {
+            return Err(ExecError::Taken);
+        }
+        session.attach(offsets)
     }
 
     /// Writes to a command's input; returns how much was taken. Less than all: nobody reads it any more.
@@ -294,41 +303,58 @@ impl Execs {
             .map_err(|error| ExecError::Agent(error.into()))
     }
 
-    /// All that are remembered, oldest first.
+    /// All that somebody may ask for, oldest first.
     pub fn list(&self) -> Vec<ExecInfo> {
         self.forget_old();
         let sessions = self.lock();
         let mut all: Vec<ExecInfo> = sessions
             .values()
             .filter_map(|slot| match slot {
-                Slot::Made(session) => Some(session.info()),
-                Slot::Starting => None,
+                Slot::Made(session) if !session.is_settled() => Some(session.info()),
+                Slot::Made(_) | Slot::Starting => None,
             })
             .collect();
         all.sort_by_key(|info| info.started_unix_ms);
         all
     }
 
+    /// Ends what still runs of a command and forgets it.
+    pub fn forget(&self, id: &str) -> Result<(), ExecError> {
+        let session = self.find(id)?;
+        match session.with_group(Group::kill) {
+            Some(Err(error)) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(ExecError::Agent(error));
+            }
+            _ => {}
+        }
+        self.lock().remove(id);
+        session.forget_output();
+        Ok(())
+    }
+
     fn forget_old(&self) {
         let mut sessions = self.lock();
-        let mut ended: Vec<_> = sessions
-            .values()
-            .filter_map(|slot| match slot {
-                Slot::Made(session) if !session.is_read() => {
-                    session.ended().map(|(_, when)| (when, session.kept(), session.id.clone()))
-                }
-                _ => None,
-            })
-            .collect();
-        ended.sort();
-        let (mut count, mut bytes) = (0, 0);
-        for (when, kept, id) in ended.into_iter().rev() {
-            count += 1;
-            bytes += kept;
-            if count > MAX_ENDED || bytes > MAX_ENDED_BYTES || when.elapsed() > MAX_ENDED_AGE {
-                // Whoever still reads its pipes keeps the session, but needs none of this.
-                if let Some(Slot::Made(session)) = sessions.remove(&id) {
-                    session.forget_output();
+        for (keep, age) in [(false, MAX_ENDED_AGE), (true, MAX_KEPT_AGE)] {
+            let of_sort = |session: &Session| session.keep == keep && !session.is_read();
+            let mut ended: Vec<_> = sessions
+                .values()
+                .filter_map(|slot| match slot {
+                    Slot::Made(session) if of_sort(session) => {
+                        session.ended().map(|(_, when)| (when, session.kept(), session.id.clone()))
+                    }
+                    _ => None,
+                })
+                .collect();
+            ended.sort();
+            let (mut count, mut bytes) = (0, 0);
+            for (when, kept, id) in ended.into_iter().rev() {
+                count += 1;
+                bytes += kept;
+                if count > MAX_ENDED || bytes > MAX_ENDED_BYTES || when.elapsed() > age {
+                    // Whoever still reads its pipes keeps the session, but needs none of this.
+                    if let Some(Slot::Made(session)) = sessions.remove(&id) {
+                        session.forget_output();
+                    }
                 }
             }
         }

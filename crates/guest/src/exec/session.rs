@@ -54,6 +54,8 @@ pub struct Session {
     pub started_unix_ms: u64,
     /// At its start.
     pub started: Instant,
+    /// Remembered for long after its end.
+    pub keep: bool,
     /// The leader's number.
     pub pid: Pid,
     /// Where it and its descendants live; none once all of them have ended and the group went back.
@@ -73,6 +75,8 @@ pub struct Birth {
     pub id: String,
     /// As asked for.
     pub argv: Vec<Bytes>,
+    /// Remembered for long after its end.
+    pub keep: bool,
     /// The leader's number.
     pub pid: Pid,
     /// Its control group.
@@ -89,6 +93,8 @@ struct State {
     /// Not yet collected: its number still means this command.
     leader_lives: bool,
     exit: Option<(Exit, Instant)>,
+    /// A reader was told of its end.
+    told: bool,
     /// The attached reader; readers are numbered from 1.
     reader: Option<u64>,
     readers: u64,
@@ -108,6 +114,7 @@ impl Session {
             rings: [Ring::new(KEEP), Ring::new(KEEP)],
             leader_lives: true,
             exit: None,
+            told: false,
             reader: None,
             readers: 0,
             sent: [0; 2],
@@ -116,6 +123,7 @@ impl Session {
         Arc::new(Self {
             id: birth.id,
             argv: birth.argv,
+            keep: birth.keep,
             started_unix_ms,
             started: Instant::now(),
             pid: birth.pid,
@@ -247,6 +255,11 @@ impl Session {
         self.lock().exit.clone()
     }
 
+    /// Is there nothing about it that somebody may not know yet?
+    pub fn is_settled(&self) -> bool {
+        !self.keep && self.lock().told
+    }
+
     /// Is somebody reading it?
     pub fn is_read(&self) -> bool {
         self.lock().reader.is_some()
@@ -273,6 +286,10 @@ impl Session {
             exit: state.exit.as_ref().map(|(exit, _)| exit.clone()),
             stdout_bytes: state.rings[0].end(),
             stderr_bytes: state.rings[1].end(),
+            pid: self.pid.as_raw_nonzero().get().unsigned_abs(),
+            pty: self.terminal.is_some(),
+            keep: self.keep,
+            attached: state.reader.is_some(),
         }
     }
 
@@ -366,7 +383,9 @@ impl Session {
             let event = if channel == Channel::Out { Event::Stdout(output) } else { Event::Stderr(output) };
             return Some(Ok((channel, event)));
         }
-        state.exit.as_ref().map(|(exit, _)| Ok((last, Event::Exit(exit.clone()))))
+        let exit = state.exit.as_ref().map(|(exit, _)| exit.clone())?;
+        state.told = true;
+        Some(Ok((last, Event::Exit(exit))))
     }
 }
 

@@ -1,14 +1,23 @@
 //! What the HTTP layer asks of a node, as a trait, so that the layer is tested without a host.
 
-use crate::{Node, Result, exec::Session, files::Reading};
+use crate::{
+    Node, Result,
+    dial::Dialed,
+    exec::{Session, known::From},
+    files::Reading,
+    metrics::Metrics,
+    once::Once,
+    preview::Previews,
+};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
+        Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        execs::{Exec, Signal, StartExec},
     },
 };
 
@@ -20,6 +29,10 @@ macro_rules! verbs {
         pub(super) trait Api: Send + Sync {
             fn version(&self) -> Version;
             fn authorize(&self, key: Option<&str>) -> Result<()>;
+            /// Where requests are counted.
+            fn counters(&self) -> Metrics;
+            /// Who may look at what of a sandbox.
+            fn previews(&self) -> Previews;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -33,6 +46,14 @@ macro_rules! verbs {
                 Node::authorize(self, key)
             }
 
+            fn counters(&self) -> Metrics {
+                self.inner.metrics.clone()
+            }
+
+            fn previews(&self) -> Previews {
+                self.inner.previews.clone()
+            }
+
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
                 Node::$name(self, $($arg),*).await
             })*
@@ -41,11 +62,11 @@ macro_rules! verbs {
 }
 
 verbs! {
-    fn create(request: CreateSandbox) -> Sandbox;
+    fn create(request: CreateSandbox, once: Option<Once>) -> Sandbox;
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;
@@ -53,12 +74,24 @@ verbs! {
     fn wake(id: SandboxId) -> Sandbox;
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn ports(id: SandboxId) -> Vec<Port>;
+    fn metrics() -> String;
+    fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
+    fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
-    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();
     fn exec(id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Session;
+    fn start_exec(id: SandboxId, request: StartExec) -> Exec;
+    fn execs(id: SandboxId) -> Vec<Exec>;
+    fn get_exec(id: SandboxId, exec: &str) -> Exec;
+    fn attach_exec(id: SandboxId, exec: &str, from: From) -> Session;
+    fn signal_exec(id: SandboxId, exec: &str, signal: Signal) -> ();
+    fn write_exec(id: SandboxId, exec: &str, data: BoxStream<'static, Result<Bytes>>, eof: bool) -> u64;
+    fn remove_exec(id: SandboxId, exec: &str) -> ();
+    fn dial(id: SandboxId, port: u16) -> Dialed;
     fn read_file(id: SandboxId, path: &str) -> Reading;
     fn write_file(id: SandboxId, path: &str, mode: Option<u32>, data: BoxStream<'static, Result<Bytes>>) -> u64;
     fn list_dir(id: SandboxId, path: &str) -> Vec<FsEntry>;

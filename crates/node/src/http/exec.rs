@@ -13,16 +13,23 @@ use crate::{
     Error, Result,
     exec::{ExecEvent, Session},
 };
-use axum::{Json, extract::State, response::Response};
+use axum::{
+    Json,
+    extract::State,
+    http::HeaderName,
+    response::{IntoResponse, Response},
+};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use keiki_types::api::{ExecRequest, ExecResult};
 use serde::Serialize;
-use std::time::Duration;
 
 /// What the buffered call keeps of each stream.
 const KEPT: usize = 16 << 20;
+
+/// Names a command that is running, in the answer that begins before its end.
+pub(super) const EXEC: HeaderName = HeaderName::from_static("x-keiki-exec");
 
 /// Runs a command and answers when it has ended.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "exec", operation_id = "exec",
@@ -34,7 +41,6 @@ pub(super) async fn buffered(
     OfSandbox(id): OfSandbox,
     extract::Json(request): extract::Json<ExecRequest, LARGE>,
 ) -> Result<Json<ExecResult>> {
-    check(&request)?;
     let limit = request.timeout_seconds;
     collect(app.api.exec(id, request, None).await?, limit).await.map(Json)
 }
@@ -43,52 +49,17 @@ pub(super) async fn buffered(
 /// was not UTF-8), at last `exit` with `exit_code`, or `error`.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec/stream", tag = "exec", operation_id = "exec_stream",
     params(("id" = String, Path, description = "The sandbox")), request_body = ExecRequest,
-    responses((status = 200, description = "Its events", body = String, content_type = "text/event-stream"),
+    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
         Any, Told, Named, Guest))]
 pub(super) async fn stream(
     State(app): State<App>,
     OfSandbox(id): OfSandbox,
     extract::Json(request): extract::Json<ExecRequest, LARGE>,
 ) -> Result<Response> {
-    check(&request)?;
     let limit = request.timeout_seconds;
-    Ok(sse::response(frames(app.api.exec(id, request, None).await?, limit)))
-}
-
-/// Refuses what could not be run, naming the field.
-pub(super) fn check(request: &ExecRequest) -> Result<()> {
-    let invalid = |text: &str| Err(Error::Invalid(text.into()));
-    match (&request.cmd, &request.argv) {
-        (Some(_), None) => {}
-        (None, Some(argv)) if argv.first().is_some_and(|program| !program.is_empty()) => {}
-        (None, Some(_)) => return invalid("argv must begin with a program"),
-        _ => return invalid("exactly one of cmd and argv must be given"),
-    }
-    if request.stdin.is_some() && request.stdin_base64.is_some() {
-        return invalid("only one of stdin and stdin_base64 may be given");
-    }
-    if request.stdin_base64.as_ref().is_some_and(|text| BASE64_STANDARD.decode(text).is_err()) {
-        return invalid("stdin_base64 is not base64");
-    }
-    let timely = |seconds: f64| seconds > 0.0 && Duration::try_from_secs_f64(seconds).is_ok();
-    if request.timeout_seconds.is_some_and(|seconds| !timely(seconds)) {
-        return invalid("timeout_seconds must be a number above 0");
-    }
-    if request.env.keys().any(|name| name.is_empty() || name.contains('=')) {
-        return invalid("env: a name must not be empty and must not contain '='");
-    }
-    let nul = |text: &String| text.contains('\0');
-    let fields = [
-        ("cmd", request.cmd.as_ref().is_some_and(nul)),
-        ("argv", request.argv.iter().flatten().any(nul)),
-        ("env", request.env.iter().any(|(name, value)| nul(name) || nul(value))),
-        ("cwd", request.cwd.as_ref().is_some_and(nul)),
-        ("user", request.user.as_ref().is_some_and(nul)),
-    ];
-    match fields.iter().find(|(_, has_nul)| *has_nul) {
-        Some((field, _)) => Err(Error::Invalid(format!("{field} contains a NUL"))),
-        None => Ok(()),
-    }
+    let session = app.api.exec(id, request, None).await?;
+    let name = [(EXEC, session.id.clone())];
+    Ok((name, sse::response(frames(session, limit))).into_response())
 }
 
 fn timed_out(limit: Option<f64>) -> Error {
@@ -129,8 +100,8 @@ async fn collect(mut session: Session, limit: Option<f64>) -> Result<ExecResult>
     let (mut out, mut err) = (Kept::default(), Kept::default());
     while let Some(event) = session.events.next().await {
         match event? {
-            ExecEvent::Stdout(bytes) => out.push(&bytes),
-            ExecEvent::Stderr(bytes) => err.push(&bytes),
+            ExecEvent::Stdout { data, .. } => out.push(&data),
+            ExecEvent::Stderr { data, .. } => err.push(&data),
             ExecEvent::Exit { timed_out: true, .. } => return Err(timed_out(limit)),
             ExecEvent::Exit { code, message, duration_ms, .. } => {
                 err.push(reason(&message).as_bytes());
@@ -161,6 +132,8 @@ struct Chunk<'a> {
     chunk: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     base64: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -169,18 +142,65 @@ struct Exit {
     duration_ms: u64,
 }
 
+/// One output stream of a command, as text.
+struct Side {
+    name: &'static str,
+    decoder: Decoder,
+    /// Bytes of the stream up to the end of what was sent.
+    at: u64,
+}
+
+impl Side {
+    fn new(name: &'static str, at: u64) -> Self {
+        Self { name, decoder: Decoder::default(), at }
+    }
+
+    /// Chunks of what is whole: two where bytes are missing between.
+    fn push(&mut self, offset: u64, data: &[u8]) -> Vec<(u64, Text)> {
+        let mut chunks = Vec::new();
+        if offset != self.at + self.decoder.held() as u64 {
+            chunks.extend(self.finish());
+            self.at = offset;
+        }
+        let (at, held) = (self.at, self.decoder.held());
+        chunks.extend(self.decoder.push(data).map(|text| (at, text)));
+        self.at += (held + data.len() - self.decoder.held()) as u64;
+        chunks
+    }
+
+    /// What was held back.
+    fn finish(&mut self) -> Option<(u64, Text)> {
+        let at = self.at;
+        self.at += self.decoder.held() as u64;
+        self.decoder.finish().map(|text| (at, text))
+    }
+}
+
 /// A session as frames of server-sent events.
 struct Frames {
     session: Session,
     limit: Option<f64>,
-    out: Decoder,
-    err: Decoder,
+    out: Side,
+    err: Side,
+    /// Chunks carry offsets and event ids, to go on from.
+    resumable: bool,
     span: tracing::Span,
 }
 
+/// The frames of a command that was started with this time limit.
 fn frames(session: Session, limit: Option<f64>) -> impl Stream<Item = Bytes> + Send + 'static {
-    let (out, err) = (Decoder::default(), Decoder::default());
-    let frames = Frames { session, limit, out, err, span: tracing::Span::current() };
+    let (out, err) = (Side::new("stdout", 0), Side::new("stderr", 0));
+    run(Frames { session, limit, out, err, resumable: false, span: tracing::Span::current() })
+}
+
+/// The frames of a command that can be read again from anywhere.
+pub(super) fn resumable(session: Session) -> impl Stream<Item = Bytes> + Send + 'static {
+    let [out, err] = session.offsets;
+    let (out, err) = (Side::new("stdout", out), Side::new("stderr", err));
+    run(Frames { session, limit: None, out, err, resumable: true, span: tracing::Span::current() })
+}
+
+fn run(frames: Frames) -> impl Stream<Item = Bytes> + Send + 'static {
     stream::unfold(Some(frames), |frames| async {
         let mut frames = frames?;
         let (frame, last) = frames.next().await;
@@ -196,8 +216,14 @@ impl Frames {
                 return (sse::PING, false);
             };
             let text = match event {
-                Some(Ok(ExecEvent::Stdout(bytes))) => self.out.push(&bytes).map(|text| chunk("stdout", text)),
-                Some(Ok(ExecEvent::Stderr(bytes))) => self.err.push(&bytes).map(|text| chunk("stderr", text)),
+                Some(Ok(ExecEvent::Stdout { offset, data })) => {
+                    let chunks = self.out.push(offset, &data);
+                    self.chunks(self.out.name, chunks)
+                }
+                Some(Ok(ExecEvent::Stderr { offset, data })) => {
+                    let chunks = self.err.push(offset, &data);
+                    self.chunks(self.err.name, chunks)
+                }
                 Some(Ok(ExecEvent::Exit { code, timed_out: false, message, duration_ms })) => {
                     return (self.exit(code, &message, duration_ms), true);
                 }
@@ -205,23 +231,34 @@ impl Frames {
                 Some(Err(error)) => return (self.failure(&error), true),
                 None => return (self.failure(&lost()), true),
             };
-            if let Some(text) = text {
+            if !text.is_empty() {
                 return (text.into(), false);
             }
         }
     }
 
+    fn chunks(&self, name: &str, chunks: impl IntoIterator<Item = (u64, Text)>) -> String {
+        let frames = chunks.into_iter().map(|(at, Text { text, exact })| {
+            let base64 = exact.map(|exact| BASE64_STANDARD.encode(exact));
+            let frame =
+                sse::event(name, &Chunk { chunk: &text, base64, offset: self.resumable.then_some(at) });
+            // Where to go on after this frame, for a client that lost the stream.
+            if self.resumable { format!("id: {}-{}\n{frame}", self.out.at, self.err.at) } else { frame }
+        });
+        frames.collect()
+    }
+
     /// What was held back of both streams.
     fn rest(&mut self) -> String {
-        let out = self.out.finish().map(|text| chunk("stdout", text));
-        let err = self.err.finish().map(|text| chunk("stderr", text));
-        out.into_iter().chain(err).collect()
+        let (out, err) = (self.out.finish(), self.err.finish());
+        self.chunks("stdout", out) + &self.chunks("stderr", err)
     }
 
     fn exit(&mut self, exit_code: i32, message: &str, duration_ms: u64) -> Bytes {
         let mut frames = self.rest();
         if !message.is_empty() {
-            frames += &chunk("stderr", Text { text: reason(message), exact: None });
+            let text = Text { text: reason(message), exact: None };
+            frames += &self.chunks("stderr", [(self.err.at, text)]);
         }
         frames += &sse::event("exit", &Exit { exit_code, duration_ms });
         frames.into()
@@ -233,54 +270,33 @@ impl Frames {
     }
 }
 
-fn chunk(stream: &str, Text { text, exact }: Text) -> String {
-    sse::event(stream, &Chunk { chunk: &text, base64: exact.map(|exact| BASE64_STANDARD.encode(exact)) })
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{KEPT, Kept, check, reason, timed_out};
-    use keiki_types::api::ExecRequest;
-
-    #[test]
-    fn what_could_not_be_run_is_refused_by_its_field() {
-        let of = |json: &str| {
-            let request: ExecRequest = serde_json::from_str(json).unwrap();
-            check(&request).err().map(|error| error.to_string()).unwrap_or_default()
-        };
-        for good in [
-            r#"{"cmd":""}"#,
-            r#"{"argv":["true",""]}"#,
-            r#"{"cmd":"x","timeout_seconds":0.5,"env":{"A":"="},"stdin":"\u0000"}"#,
-            r#"{"cmd":"x","stdin_base64":"AA=="}"#,
-        ] {
-            assert_eq!(of(good), "", "{good}");
-        }
-        for (bad, named) in [
-            ("{}", "cmd and argv"),
-            (r#"{"cmd":"x","argv":["x"]}"#, "cmd and argv"),
-            (r#"{"argv":[]}"#, "argv"),
-            (r#"{"argv":[""]}"#, "argv"),
-            (r#"{"cmd":"x","timeout_seconds":0}"#, "timeout_seconds"),
-            (r#"{"cmd":"x","timeout_seconds":-1}"#, "timeout_seconds"),
-            (r#"{"cmd":"x","timeout_seconds":1e300}"#, "timeout_seconds"),
-            (r#"{"cmd":"x","stdin":"","stdin_base64":""}"#, "stdin"),
-            (r#"{"cmd":"x","stdin_base64":"?"}"#, "stdin_base64"),
-            (r#"{"cmd":"x","env":{"":"x"}}"#, "env"),
-            (r#"{"cmd":"x","env":{"A=B":"x"}}"#, "env"),
-            (r#"{"cmd":"a\u0000b"}"#, "cmd"),
-            (r#"{"argv":["a","\u0000"]}"#, "argv"),
-            (r#"{"cmd":"x","cwd":"\u0000"}"#, "cwd"),
-        ] {
-            assert!(of(bad).contains(named), "{bad}: {}", of(bad));
-        }
-    }
+    use super::{KEPT, Kept, Side, Text, reason, timed_out};
 
     #[test]
     fn a_timeout_is_said_as_it_was_asked_for() {
         assert_eq!(timed_out(Some(5.0)).to_string(), "command timeout after 5s");
         assert_eq!(timed_out(Some(0.5)).to_string(), "command timeout after 0.5s");
         assert_eq!(reason(""), "");
+    }
+
+    #[test]
+    fn offsets_tell_where_each_chunk_begins() {
+        let mut side = Side::new("stdout", 10);
+        let text = |text: &str| Text { text: text.into(), exact: None };
+        assert_eq!(side.push(10, "ab".as_bytes()), [(10, text("ab"))]);
+        assert_eq!(side.push(12, b"c\xc3"), [(12, text("c"))]);
+        assert_eq!(side.at, 13, "what is held back comes again");
+        assert_eq!(side.push(14, b"\xa9d"), [(13, text("éd"))]);
+        assert_eq!(side.push(16, b"\xc3"), []);
+        let chunks = side.push(100, b"x");
+        assert_eq!(
+            chunks.iter().map(|(at, _)| *at).collect::<Vec<_>>(),
+            [16, 100],
+            "bytes are missing between"
+        );
+        assert_eq!((side.at, side.finish()), (101, None));
     }
 
     #[test]

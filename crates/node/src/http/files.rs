@@ -4,11 +4,12 @@ use super::{
     App,
     document::{Any, Asked, Guest, Named, Told},
     extract::{self, OfSandbox, Query},
+    upload::Upload,
 };
 use crate::{Error, Result, files::Reading};
 use axum::{
     Json,
-    body::{Body, BodyDataStream},
+    body::Body,
     extract::{Request, State},
     http::{HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
@@ -17,17 +18,10 @@ use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use keiki_types::api::{FsChange, FsEntry, FsList, FsWritten};
 use serde::Deserialize;
-use std::{sync::Arc, time::Duration};
-use tokio::sync::Mutex;
 use utoipa::IntoParams;
 
 /// Permission bits of the file that is read.
 const MODE: HeaderName = HeaderName::from_static("x-keiki-mode");
-/// After a refused upload: how much of it is still read, so that the client gets to see the refusal.
-const DRAIN_BYTES: usize = 64 << 20;
-/// And for how long.
-const DRAIN_TIME: Duration = Duration::from_secs(5);
-
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct PathQuery {
@@ -139,66 +133,16 @@ pub(super) async fn write(
     Query(query): Query<WriteQuery>,
     request: Request,
 ) -> Result<Json<FsWritten>> {
-    let (parts, body) = request.into_parts();
-    let body = Upload::new(body, extract::content_length(&parts.headers));
+    let path = query.path;
+    let body = Upload::of(request);
     let written = async {
-        check_path("path", &query.path)?;
+        check_path("path", &path)?;
         let mode = query.mode.as_deref().map(octal).transpose()?;
-        app.api.write_file(id, &query.path, mode, body.clone().chunks().boxed()).await
+        app.api.write_file(id, &path, mode, body.chunks()).await
     };
-    match written.await {
-        Ok(bytes) => Ok(Json(FsWritten { path: query.path, bytes })),
-        Err(error) => {
-            body.drain().await;
-            Err(error)
-        }
-    }
-}
-
-/// A body that is being written to a file, and still ours if that fails.
-#[derive(Clone)]
-struct Upload {
-    body: Arc<Mutex<BodyDataStream>>,
-    length: Option<u64>,
-}
-
-impl Upload {
-    fn new(body: Body, length: Option<u64>) -> Self {
-        Self { body: Arc::new(Mutex::new(body.into_data_stream())), length }
-    }
-
-    /// Its chunks. It ends without an error only if all that was announced has come.
-    fn chunks(self) -> impl Stream<Item = Result<Bytes>> + Send {
-        stream::unfold(Some((self, 0)), |state| async move {
-            let (upload, got) = state?;
-            let chunk = extract::next_chunk(&mut *upload.body.lock().await).await;
-            match chunk {
-                Some(Ok(chunk)) => {
-                    let got = got + chunk.len() as u64;
-                    Some((Ok(chunk), Some((upload, got))))
-                }
-                Some(Err(error)) => Some((Err(error), None)),
-                None if upload.length.is_some_and(|length| length != got) => {
-                    Some((Err(Error::Invalid("the request body ended before its end".into())), None))
-                }
-                None => None,
-            }
-        })
-    }
-
-    /// Reads on for a while: a client in the middle of sending would see a reset instead of the answer.
-    async fn drain(&self) {
-        let read = async {
-            let mut body = self.body.lock().await;
-            let mut left = DRAIN_BYTES;
-            while let Some(Ok(chunk)) = body.next().await {
-                let Some(rest) = left.checked_sub(chunk.len()) else { return };
-                left = rest;
-            }
-        };
-        // Past the time the client sees the reset after all.
-        let _ = tokio::time::timeout(DRAIN_TIME, read).await;
-    }
+    let written = written.await;
+    let bytes = body.settle(written).await?;
+    Ok(Json(FsWritten { path, bytes }))
 }
 
 /// Removes a file, or a directory.

@@ -12,23 +12,32 @@
 //! The path and method of a route are written once, at its handler; the router and the document read them there.
 
 mod api;
+mod body;
 mod document;
 mod errors;
+mod events;
 mod exec;
+mod execs;
 mod extract;
 mod files;
 mod fork;
 mod logs;
 mod meta;
+mod once;
+mod ports;
+mod proxy;
 mod pty;
+mod refusals;
 mod request;
 mod sandboxes;
 mod serve;
 mod snapshots;
 mod sse;
+mod tcp;
 mod templates;
 #[cfg(test)]
 mod tests;
+mod upload;
 
 pub use document::openapi;
 pub use serve::serve;
@@ -108,9 +117,22 @@ fn routes(app: App) -> Router {
         fork::fork_tree as __path_fork_tree,
         fork::promote as __path_promote,
         logs::console as __path_console,
+        ports::list as __path_list,
+        ports::create as __path_create,
+        events::of_sandbox as __path_of_sandbox,
+        events::of_all as __path_of_all,
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
+        execs::start as __path_start,
+        execs::list as __path_list,
+        execs::get as __path_get,
+        execs::delete as __path_delete,
+        execs::attach as __path_attach,
+        execs::signal as __path_signal,
+        execs::stdin as __path_stdin,
         pty::open as __path_open,
+        pty::attach as __path_attach,
+        tcp::tcp as __path_tcp,
         files::read as __path_read,
         files::write as __path_write,
         files::delete as __path_delete,
@@ -134,7 +156,14 @@ fn routes(app: App) -> Router {
         logs::build as __path_build,
         meta::version as __path_version,
         meta::document as __path_document,
-    )
-    .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
-    add!(keyed, meta::health as __path_health).layer(middleware::from_fn(request::observe)).with_state(app)
+        meta::metrics as __path_metrics,
+    );
+    let keyed = proxy::BY_PATH
+        .iter()
+        .fold(keyed, |router, path| router.route(path, routing::any(proxy::by_path)))
+        .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
+    add!(keyed, meta::health as __path_health)
+        .layer(middleware::from_fn_with_state(app.clone(), proxy::by_host))
+        .layer(middleware::from_fn_with_state(app.clone(), request::observe))
+        .with_state(app)
 }

@@ -1,27 +1,30 @@
 //! A terminal in a sandbox, over a WebSocket.
 //!
 //! Binary frames are bytes, both ways. Text frames are JSON: from the client `{"resize":{"cols":c,"rows":r}}`,
-//! `{"signal":n}` or `{"eof":true}`; from the node `{"error":"…"}`, and last `{"exit_code":n}`. Input and output
-//! run side by side, so that a program that reads nothing does not stop what it writes. Whoever ends first ends
-//! both, and dropping the session kills the command.
+//! `{"signal":n}`, `{"eof":true}` or `{"detach":true}`; from the node `{"error":"…"}`, and last `{"exit_code":n}` or
+//! `{"detached":true}`. Input and output run side by side, so that a program that reads nothing does not stop what
+//! it writes. Whoever ends first ends both. A client that leaves without a word ends the command, unless it asked to
+//! `keep` it or had come to one that ran already.
 
 use super::{
     App,
     document::{Any, Asked, Guest, Named},
-    errors, exec,
-    extract::{OfSandbox, Query},
+    errors,
+    exec::EXEC,
+    extract::{self, OfExec, OfSandbox, Query},
     sse,
 };
 use crate::{
     Error, Result,
-    exec::{Control, ExecEvent, Session},
+    exec::{Control, ExecEvent, Session, known::From},
+    node::request,
 };
 use axum::{
     extract::{
         State, WebSocketUpgrade,
         ws::{Message, WebSocket},
     },
-    response::Response,
+    response::{IntoResponse, Response},
 };
 use bytes::Bytes;
 use futures::{
@@ -56,11 +59,27 @@ pub(super) struct PtyQuery {
     cwd: Option<String>,
     /// User name or `uid[:gid]`; default root.
     user: Option<String>,
+    /// Let the command go on when the connection is lost: it can be attached to again.
+    #[serde(default, deserialize_with = "extract::flag")]
+    #[param(required = false)]
+    keep: bool,
 }
 
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AttachQuery {
+    /// Bytes of output to pass over.
+    offset: Option<u64>,
+    /// Instead: so many bytes before the end; default 65536.
+    tail: Option<u64>,
+}
+
+/// Enough to see what was on the screen.
+const DEFAULT_TAIL: u64 = 64 << 10;
+
 /// Runs a command in a terminal, over a WebSocket. Binary frames are its input and output. Text frames are JSON:
-/// `{"resize":{"cols":c,"rows":r}}`, `{"signal":n}` and `{"eof":true}` from the client, `{"error":"…"}` and last
-/// `{"exit_code":n}` from the node.
+/// `{"resize":{"cols":c,"rows":r}}`, `{"signal":n}`, `{"eof":true}` and `{"detach":true}` from the client, `{"error":"…"}` and
+/// last `{"exit_code":n}` or `{"detached":true}` from the node. The header `X-Keiki-Exec` of the answer names the command.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/exec/pty", tag = "exec", operation_id = "exec_pty",
     params(("id" = String, Path, description = "The sandbox"), PtyQuery),
     responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
@@ -71,37 +90,64 @@ pub(super) async fn open(
     Query(query): Query<PtyQuery>,
     upgrade: WebSocketUpgrade,
 ) -> Result<Response> {
-    let size = size(query.cols.unwrap_or(80), query.rows.unwrap_or(24))?;
     let request = ExecRequest {
         cmd: Some(query.cmd.unwrap_or_else(|| SHELL.into())),
         cwd: query.cwd,
         user: query.user,
-        env: [("TERM".into(), "xterm-256color".into())].into(),
         ..ExecRequest::default()
     };
-    exec::check(&request)?;
+    let size = (query.cols.unwrap_or(80), query.rows.unwrap_or(24));
     let session = app.api.exec(id, request, Some(size)).await?;
-    let span = tracing::Span::current();
-    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
-    Ok(upgrade.on_upgrade(move |socket| serve(socket, session, app).instrument(span)))
+    if query.keep {
+        session.control.leave();
+    }
+    Ok(upgraded(upgrade, session, app))
 }
 
-fn size(cols: u32, rows: u32) -> Result<(u32, u32)> {
-    for (name, value) in [("cols", cols), ("rows", rows)] {
-        if !(1..=1000).contains(&value) {
-            return Err(Error::Invalid(format!("{name} is {value}; it must be 1 to 1000")));
+/// Comes back to a command on its terminal, over a WebSocket that is like that of `exec/pty`. Whoever was there until
+/// now is told so and leaves. Leaving does not end the command.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/pty", tag = "exec", operation_id = "attach_pty",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
+        AttachQuery),
+    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+        (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
+pub(super) async fn attach(
+    State(app): State<App>,
+    OfSandbox(id): OfSandbox,
+    OfExec(exec): OfExec,
+    Query(query): Query<AttachQuery>,
+    upgrade: WebSocketUpgrade,
+) -> Result<Response> {
+    let from = match query.offset {
+        Some(_) if query.tail.is_some() => {
+            return Err(Error::Invalid("give offset or tail, not both".into()));
         }
-    }
-    Ok((cols, rows))
+        Some(offset) => From::Offsets([offset, 0]),
+        None => From::Tail(query.tail.unwrap_or(DEFAULT_TAIL)),
+    };
+    let session = app.api.attach_exec(id, &exec, from).await?;
+    Ok(upgraded(upgrade, session, app))
+}
+
+fn upgraded(upgrade: WebSocketUpgrade, session: Session, app: App) -> Response {
+    let span = tracing::Span::current();
+    let name = [(EXEC, session.id.clone())];
+    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
+    (name, upgrade.on_upgrade(move |socket| serve(socket, session, app).instrument(span))).into_response()
 }
 
 async fn serve(socket: WebSocket, session: Session, app: App) {
-    let (to_client, from_client) = socket.split();
-    let Session { events, control } = session;
-    tokio::select! {
-        () = output(events, to_client) => {}
-        () = input(from_client, control) => {}
-        () = app.closing.cancelled() => {}
+    let (mut to_client, from_client) = socket.split();
+    let Session { events, control, .. } = session;
+    let left = tokio::select! {
+        () = output(events, &mut to_client) => false,
+        left = input(from_client, control) => left,
+        () = app.closing.cancelled() => false,
+    };
+    if left {
+        // A client that is gone already does not miss it.
+        let _ = to_client.send(Message::Text(r#"{"detached":true}"#.into())).await;
+        let _ = to_client.close().await;
     }
 }
 
@@ -112,7 +158,7 @@ struct Exit {
 
 async fn output(
     mut events: BoxStream<'static, Result<ExecEvent>>,
-    mut client: SplitSink<WebSocket, Message>,
+    client: &mut SplitSink<WebSocket, Message>,
 ) {
     loop {
         let Ok(event) = tokio::time::timeout(PING_EVERY, events.next()).await else {
@@ -122,8 +168,8 @@ async fn output(
             continue;
         };
         let failure = match event {
-            Some(Ok(ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes))) => {
-                if client.send(Message::Binary(bytes)).await.is_err() {
+            Some(Ok(ExecEvent::Stdout { data, .. } | ExecEvent::Stderr { data, .. })) => {
+                if client.send(Message::Binary(data)).await.is_err() {
                     return;
                 }
                 continue;
@@ -159,9 +205,11 @@ enum Wish {
     Resize { cols: u32, rows: u32 },
     Signal(i32),
     Eof(bool),
+    Detach(bool),
 }
 
-async fn input(mut client: SplitStream<WebSocket>, control: Control) {
+/// Carries what the client sends. True: it leaves, and the command goes on.
+async fn input(mut client: SplitStream<WebSocket>, control: Control) -> bool {
     while let Ok(Some(Ok(message))) = tokio::time::timeout(DEAD_AFTER, client.next()).await {
         let done = match message {
             Message::Binary(bytes) => control.input(bytes, false).await,
@@ -169,22 +217,27 @@ async fn input(mut client: SplitStream<WebSocket>, control: Control) {
                 Ok(Wish::Resize { cols, rows }) => control.resize(cols, rows).await,
                 Ok(Wish::Signal(signal)) => control.signal(signal).await,
                 Ok(Wish::Eof(true)) => control.input(Bytes::new(), true).await,
-                Ok(Wish::Eof(false)) => Ok(()),
+                Ok(Wish::Detach(true)) => {
+                    control.leave();
+                    return true;
+                }
+                Ok(Wish::Eof(false) | Wish::Detach(false)) => Ok(()),
                 Err(error) => Err(error),
             },
             Message::Ping(_) | Message::Pong(_) => Ok(()),
-            Message::Close(_) => return,
+            Message::Close(_) => return false,
         };
         if let Err(error) = done {
             // Nonsense, or the command does not take input any more: its output may go on.
             tracing::debug!("a terminal's input was dropped: {error}");
         }
     }
+    false
 }
 
 fn wish(text: &str) -> Result<Wish> {
     match serde_json::from_str(text).map_err(|error| Error::Invalid(error.to_string()))? {
-        Wish::Resize { cols, rows } => size(cols, rows).map(|(cols, rows)| Wish::Resize { cols, rows }),
+        Wish::Resize { cols, rows } => request::terminal(cols, rows).map(|_| Wish::Resize { cols, rows }),
         Wish::Signal(signal) if !(1..=64).contains(&signal) => {
             Err(Error::Invalid(format!("no signal {signal}")))
         }
@@ -204,6 +257,7 @@ mod tests {
         );
         assert_eq!(wish(r#"{"signal":2}"#).ok(), Some(Wish::Signal(2)));
         assert_eq!(wish(r#"{"eof":true}"#).ok(), Some(Wish::Eof(true)));
+        assert_eq!(wish(r#"{"detach":true}"#).ok(), Some(Wish::Detach(true)));
         for bad in ["", "x", "{}", r#"{"signal":0}"#, r#"{"signal":65}"#, r#"{"resize":{"cols":0,"rows":1}}"#]
         {
             assert!(wish(bad).is_err(), "{bad}");

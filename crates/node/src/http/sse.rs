@@ -21,6 +21,20 @@ pub(super) const PING: Bytes = Bytes::from_static(b": ping\n\n");
 /// The type of the answer.
 pub(super) const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
 
+/// One server-sent event of a stream, for the document.
+#[derive(utoipa::ToSchema)]
+#[allow(dead_code, reason = "only its description is used")]
+pub(super) struct ServerSentEvent {
+    /// What kind of event; `message` where none is named.
+    #[schema(required = false)]
+    event: String,
+    /// Its number, where events have one.
+    #[schema(required = false)]
+    id: String,
+    /// JSON, or a line of text.
+    data: String,
+}
+
 /// An answer that sends these frames and ends with them.
 pub(super) fn response(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
     let headers = [(header::CONTENT_TYPE, MEDIA_TYPE), (header::CACHE_CONTROL, "no-cache, no-transform")];
@@ -88,6 +102,11 @@ impl Text {
 }
 
 impl Decoder {
+    /// Bytes held back.
+    pub(super) fn held(&self) -> usize {
+        self.pending.len()
+    }
+
     /// Text of everything whole so far; None if there is none.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Option<Text> {
         let mut whole = std::mem::take(&mut self.pending);

@@ -1,7 +1,10 @@
 //! What callers may ask for, checked before anything is made. Every refusal names the field.
 
 use crate::error::{Error, Result};
-use keiki_types::api::{BuildTemplate, CreateSandbox, ExecRequest};
+use base64::Engine as _;
+use bytes::Bytes;
+use keiki_protocol::guest::Pty;
+use keiki_types::api::{BuildTemplate, CreateSandbox, ExecRequest, execs::Signal};
 use std::collections::BTreeMap;
 
 /// TTL of a sandbox that names none, in seconds.
@@ -161,12 +164,15 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
             "cmd and each of argv must have at most {LONGEST_ARGUMENT} bytes, not {longest}: write a file and run that"
         )));
     }
-    let has_nul = match &command {
-        Command::Shell(line) => line.contains('\0'),
-        Command::Argv(argv) => argv.iter().any(|arg| arg.contains('\0')),
-    };
-    if has_nul {
-        return Err(Error::Invalid("cmd and argv must not contain NUL bytes".into()));
+    let nul = |text: &String| text.contains('\0');
+    let fields = [
+        ("cmd", request.cmd.as_ref().is_some_and(nul)),
+        ("argv", request.argv.iter().flatten().any(nul)),
+        ("cwd", request.cwd.as_ref().is_some_and(nul)),
+        ("user", request.user.as_ref().is_some_and(nul)),
+    ];
+    if let Some((field, _)) = fields.iter().find(|(_, has_nul)| *has_nul) {
+        return Err(Error::Invalid(format!("{field} contains a NUL byte, which nothing in Linux may")));
     }
     for (name, value) in &request.env {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
@@ -174,6 +180,65 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
         }
     }
     Ok(command)
+}
+
+/// What a command reads: None if it gets no input.
+///
+/// # Errors
+/// 400 if it is given twice, or is no base64.
+pub fn stdin(request: &ExecRequest) -> Result<Option<Bytes>> {
+    match (&request.stdin, &request.stdin_base64) {
+        (Some(_), Some(_)) => Err(Error::Invalid("give stdin or stdin_base64, not both".into())),
+        (Some(text), None) => Ok(Some(text.clone().into())),
+        (None, Some(coded)) => match base64::engine::general_purpose::STANDARD.decode(coded) {
+            Ok(bytes) => Ok(Some(bytes.into())),
+            Err(error) => Err(Error::Invalid(format!("stdin_base64 is not base64: {error}"))),
+        },
+        (None, None) => Ok(None),
+    }
+}
+
+/// The size of a terminal.
+///
+/// # Errors
+/// 400 if a side is out of range.
+pub fn terminal(cols: u32, rows: u32) -> Result<Pty> {
+    for (name, value) in [("cols", cols), ("rows", rows)] {
+        if !(1..=1000).contains(&value) {
+            return Err(Error::Invalid(format!("{name} must be from 1 to 1000, not {value}")));
+        }
+    }
+    Ok(Pty { cols, rows })
+}
+
+/// Names of signals, by their numbers from 1.
+const SIGNALS: [&str; 31] = [
+    "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+    "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+    "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+];
+
+/// The number of a signal.
+///
+/// # Errors
+/// 400 if there is none such.
+pub fn signal(signal: &Signal) -> Result<i32> {
+    let number = match signal {
+        Signal::Number(number) => i32::try_from(*number).ok().filter(|number| (1..=64).contains(number)),
+        Signal::Name(name) => {
+            let upper = name.to_ascii_uppercase();
+            let bare = upper.strip_prefix("SIG").unwrap_or(&upper);
+            let place = SIGNALS.iter().position(|known| *known == bare);
+            place.and_then(|place| i32::try_from(place + 1).ok())
+        }
+    };
+    number.ok_or_else(|| {
+        let said = match signal {
+            Signal::Number(number) => number.to_string(),
+            Signal::Name(name) => format!("{:?}", name.chars().take(40).collect::<String>()),
+        };
+        Error::Invalid(format!("signal must be a name such as TERM, or a number from 1 to 64, not {said}"))
+    })
 }
 
 /// The time limit of an exec in ms, 0 for none.
@@ -194,7 +259,10 @@ pub fn timeout_ms(seconds: Option<f64>) -> Result<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Command, LONGEST_ARGUMENT, MAX_TTL, command, fork_count, metadata, shape, timeout_ms, ttl};
+    use super::{
+        Command, LONGEST_ARGUMENT, MAX_TTL, command, fork_count, metadata, shape, signal, stdin, terminal,
+        timeout_ms, ttl,
+    };
     use crate::error::Error;
     use keiki_types::{
         Shape,
@@ -239,23 +307,71 @@ mod tests {
     }
 
     #[test]
-    fn exactly_one_command() {
-        let of = |cmd: Option<&str>, argv: Option<Vec<&str>>| {
-            command(&ExecRequest {
-                cmd: cmd.map(Into::into),
-                argv: argv.map(|argv| argv.into_iter().map(Into::into).collect()),
-                ..ExecRequest::default()
-            })
+    fn what_could_not_be_run_is_refused_by_its_field() {
+        let of = |json: &str| {
+            let request: ExecRequest = serde_json::from_str(json).unwrap_or_default();
+            let checked = command(&request).and_then(|_| stdin(&request));
+            let checked = checked.and_then(|_| timeout_ms(request.timeout_seconds));
+            checked.err().map(|error| error.to_string()).unwrap_or_default()
         };
-        assert_eq!(of(Some("ls"), None).ok(), Some(Command::Shell("ls".into())));
-        assert!(of(Some("ls"), Some(vec!["ls"])).is_err());
-        assert!(of(None, None).is_err());
-        assert!(of(Some(""), None).is_err());
-        assert!(of(None, Some(vec![])).is_err());
-        assert!(of(None, Some(vec![""])).is_err());
-        assert!(of(Some("a\0b"), None).is_err());
-        assert!(of(Some(&"x".repeat(LONGEST_ARGUMENT)), None).is_ok());
-        assert!(matches!(of(Some(&"x".repeat(LONGEST_ARGUMENT + 1)), None), Err(Error::TooLarge(_))));
+        for good in [
+            r#"{"cmd":"ls"}"#,
+            r#"{"argv":["true",""]}"#,
+            r#"{"cmd":"x","timeout_seconds":0.5,"env":{"A":"="},"stdin":"\u0000"}"#,
+            r#"{"cmd":"x","stdin_base64":"AA=="}"#,
+        ] {
+            assert_eq!(of(good), "", "{good}");
+        }
+        for (bad, named) in [
+            ("{}", "cmd (a shell line) or argv"),
+            (r#"{"cmd":""}"#, "cmd must not be empty"),
+            (r#"{"cmd":"x","argv":["x"]}"#, "cmd or argv, not both"),
+            (r#"{"argv":[]}"#, "argv must name a program"),
+            (r#"{"argv":[""]}"#, "argv must name a program"),
+            (r#"{"cmd":"x","timeout_seconds":0}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","timeout_seconds":-1}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","timeout_seconds":1e300}"#, "timeout_seconds"),
+            (r#"{"cmd":"x","stdin":"","stdin_base64":""}"#, "stdin or stdin_base64, not both"),
+            (r#"{"cmd":"x","stdin_base64":"?"}"#, "stdin_base64 is not base64"),
+            (r#"{"cmd":"x","env":{"":"x"}}"#, "env"),
+            (r#"{"cmd":"x","env":{"A=B":"x"}}"#, "env"),
+            (r#"{"cmd":"a\u0000b"}"#, "cmd contains a NUL"),
+            (r#"{"argv":["a","\u0000"]}"#, "argv contains a NUL"),
+            (r#"{"cmd":"x","cwd":"\u0000"}"#, "cwd contains a NUL"),
+            (r#"{"cmd":"x","user":"\u0000"}"#, "user contains a NUL"),
+        ] {
+            assert!(of(bad).contains(named), "{bad}: {}", of(bad));
+        }
+        let long = |len| command(&ExecRequest { cmd: Some("x".repeat(len)), ..ExecRequest::default() });
+        assert_eq!(long(LONGEST_ARGUMENT).ok(), Some(Command::Shell("x".repeat(LONGEST_ARGUMENT))));
+        assert!(matches!(long(LONGEST_ARGUMENT + 1), Err(Error::TooLarge(_))));
+    }
+
+    #[test]
+    fn signals_have_names_and_numbers() {
+        let of = |json: &str| serde_json::from_str(json).ok().and_then(|text| signal(&text).ok());
+        for (json, number) in [
+            ("15", 15),
+            (r#""TERM""#, 15),
+            (r#""sigkill""#, 9),
+            (r#""SIGSYS""#, 31),
+            ("64", 64),
+            (r#""hup""#, 1),
+        ] {
+            assert_eq!(of(json), Some(number), "{json}");
+        }
+        for bad in ["0", "65", "-1", r#""""#, r#""SIG""#, r#""TERMINATE""#, r#""15x""#] {
+            assert_eq!(of(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn terminals_have_a_size() {
+        assert!(terminal(1, 1000).is_ok());
+        for (cols, rows, named) in [(0, 24, "cols"), (80, 0, "rows"), (80, 1001, "rows")] {
+            let refused = terminal(cols, rows).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(refused.starts_with(named), "{refused}");
+        }
     }
 
     #[test]

@@ -21,15 +21,15 @@ use tokio_tungstenite::{client_async, tungstenite::Message};
 /// More than any step here takes, less than a test runner waits.
 const LONG: Duration = Duration::from_secs(20);
 
-struct Server {
-    twin: Arc<Twin>,
-    address: std::net::SocketAddr,
+pub(super) struct Server {
+    pub twin: Arc<Twin>,
+    pub address: std::net::SocketAddr,
     stop: oneshot::Sender<()>,
     served: tokio::task::JoinHandle<std::io::Result<()>>,
 }
 
 impl Server {
-    async fn start() -> Self {
+    pub(super) async fn start() -> Self {
         Self::start_with(Limits::default()).await
     }
 
@@ -42,12 +42,12 @@ impl Server {
         Self { twin, address, stop, served }
     }
 
-    async fn connect(&self) -> TcpStream {
+    pub(super) async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
 
     /// Sends a request as text and gives the open connection.
-    async fn send(&self, head: &str, body: &str) -> TcpStream {
+    pub(super) async fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = self.connect().await;
         let head = head.replace("{id}", &the_sandbox().to_string());
         let request = format!(
@@ -69,7 +69,7 @@ impl Server {
     }
 }
 
-async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+pub(super) async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut read = Vec::new();
     let reading = async {
         while !String::from_utf8_lossy(&read).contains(end) {
@@ -170,6 +170,51 @@ async fn a_head_without_bound_is_refused() {
 }
 
 #[tokio::test]
+async fn what_is_refused_before_it_is_a_request_is_told_in_the_envelope_too() {
+    let server = Server::start().await;
+    let many = (0..150).map(|n| format!("x-{n}: 1\r\n")).collect::<String>();
+    for (sent, status, words) in [
+        ("GARBAGE\r\n\r\n".to_owned(), 400, "this is no HTTP/1.1 request"),
+        (format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(70 << 10)), 414, "too long"),
+        (
+            format!("GET /x HTTP/1.1\r\nx: {}\r\n\r\n", "x".repeat(200 << 10)),
+            431,
+            "64 KiB with path and query",
+        ),
+        (format!("GET /healthz HTTP/1.1\r\n{many}\r\n"), 431, "at most 100 headers"),
+    ] {
+        let mut stream = server.connect().await;
+        // After a request that was answered, too.
+        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        read_until(&mut stream, "ok\"}").await;
+        let _ = stream.write_all(sent.as_bytes()).await;
+        let text = read_until(&mut stream, "\"}").await;
+        assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
+        assert!(text.contains("application/json") && text.contains(words), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so_and_may_come_back() {
+    let server = Server::start_with(Limits { connections: 2, ..Limits::default() }).await;
+    let (first, _second) = (server.connect().await, server.connect().await);
+    sleep(Duration::from_millis(100)).await;
+    let mut third = server.send("GET /healthz", "").await;
+    let text = read_until(&mut third, "try again\"}").await;
+    assert!(text.starts_with("HTTP/1.1 503 ") && text.contains("retry-after: 1\r\n"), "{text}");
+    drop(first);
+    let served = async {
+        loop {
+            let mut again = server.send("GET /healthz", "").await;
+            if read_until(&mut again, "\"}").await.contains("200 OK") {
+                return;
+            }
+        }
+    };
+    timeout(LONG, served).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_head_that_does_not_come_is_not_waited_for() {
     let server = Server::start_with(Limits { head: Duration::from_millis(200), ..Limits::default() }).await;
     for sent in ["", "GET /healthz HT", "GET /healthz HTTP/1.1\r\nHost: x\r\n"] {
@@ -215,4 +260,44 @@ async fn stopping_is_bounded_and_ends_what_runs() {
     timeout(LONG, server.served).await.unwrap().unwrap().unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(500), "the command had its grace");
     assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn each_direction_of_a_port_ends_for_itself() {
+    let server = Server::start().await;
+    let open = |port: u16| {
+        let url = format!("ws://{}/v1/sandboxes/{}/tcp/{port}", server.address, the_sandbox());
+        let stream = server.connect();
+        async move { client_async(url, stream.await).await }
+    };
+    let refused = open(9).await.unwrap_err();
+    let tokio_tungstenite::tungstenite::Error::Http(answer) = refused else { panic!("{refused}") };
+    assert_eq!(answer.status(), 502);
+    // It echoes: what comes back ends because what we sent did.
+    let (mut socket, _) = open(7).await.unwrap();
+    socket.send(Message::Binary(vec![1; 100_000].into())).await.unwrap();
+    socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
+    let (mut bytes, mut ended) = (0, false);
+    while let Some(Ok(message)) = timeout(LONG, socket.next()).await.unwrap() {
+        match message {
+            Message::Binary(data) if !ended => bytes += data.len(),
+            Message::Text(text) => ended = text.as_str() == r#"{"eof":true}"#,
+            other => assert!(matches!(other, Message::Close(_)), "{other:?}"),
+        }
+    }
+    assert_eq!((bytes, ended), (100_000, true));
+    // It ends first, and still gets what we say then.
+    let (mut socket, _) = open(13).await.unwrap();
+    let words = [Message::Binary("now".into()), Message::Text(r#"{"eof":true}"#.into())];
+    for word in words {
+        assert_eq!(timeout(LONG, socket.next()).await.unwrap().unwrap().unwrap(), word);
+    }
+    socket.send(Message::Binary("later".into())).await.unwrap();
+    socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
+    let noted = async {
+        while !server.twin.calls.lock().unwrap().iter().any(|call| call == "port 13 got 5 true") {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LONG, noted).await.expect("what came after its end was lost");
 }

@@ -2,9 +2,15 @@
 
 use crate::{
     Error, Result,
-    exec::{Control, ControlInner, ExecEvent, Session},
+    dial::Dialed,
+    events::event,
+    exec::{Control, ControlInner, ExecEvent, Session, known::From},
     files::Reading,
     http::api::Api,
+    metrics::{Gauges, Metrics},
+    node::request,
+    once::Once,
+    preview::Previews,
 };
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -12,19 +18,24 @@ use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, Lifecycle,
-        Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings, Version,
+        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
+        FsEntry, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings,
+        Version,
+        execs::{Exec, Signal, StartExec},
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
 };
-use tokio::sync::mpsc;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    sync::mpsc,
+};
 
 /// Text whose bytes are line ends in other encodings.
 pub(super) const TRAPS: &str = "х…Å\u{2028}é";
@@ -33,10 +44,14 @@ pub(super) const TRAPS: &str = "х…Å\u{2028}é";
 pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
-    pub calls: Mutex<Vec<String>>,
+    pub calls: Arc<Mutex<Vec<String>>>,
+    /// The names that requests came with.
+    pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    pub counters: Metrics,
+    pub previews: OnceLock<Previews>,
     /// Sessions that live.
-    pub sessions: std::sync::Arc<AtomicUsize>,
+    pub sessions: Arc<AtomicUsize>,
 }
 
 pub(super) fn the_sandbox() -> SandboxId {
@@ -66,6 +81,7 @@ pub(super) fn sandbox(id: SandboxId) -> Sandbox {
         generation: 1,
         engine: EngineKind::Qemu,
         memory: None,
+        cpu_ms: None,
         timings: None,
         error: None,
     }
@@ -88,7 +104,7 @@ impl Twin {
 }
 
 /// Counts a session while it lives.
-struct Living(std::sync::Arc<AtomicUsize>);
+struct Living(Arc<AtomicUsize>);
 
 impl Drop for Living {
     fn drop(&mut self) {
@@ -103,7 +119,7 @@ struct Echo(mpsc::UnboundedSender<ExecEvent>);
 impl ControlInner for Echo {
     async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
         self.0
-            .send(if eof { exit(7) } else { ExecEvent::Stdout(data) })
+            .send(if eof { exit(7) } else { ExecEvent::Stdout { offset: 0, data } })
             .map_err(|_| Error::Conflict("over".into()))
     }
 
@@ -114,6 +130,10 @@ impl ControlInner for Echo {
     async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
         self.input(format!("size {cols}x{rows};").into(), false).await
     }
+
+    fn leave(&self) {
+        let _ = self.0.send(ExecEvent::Stdout { offset: 0, data: "left;".into() });
+    }
 }
 
 fn exit(code: i32) -> ExecEvent {
@@ -121,14 +141,19 @@ fn exit(code: i32) -> ExecEvent {
 }
 
 fn out(bytes: &[u8]) -> ExecEvent {
-    ExecEvent::Stdout(Bytes::copy_from_slice(bytes))
+    ExecEvent::Stdout { offset: 0, data: Bytes::copy_from_slice(bytes) }
 }
 
 /// What a command of this name sends; None: it goes on until its input ends.
 fn script(cmd: &str) -> Option<Vec<ExecEvent>> {
     Some(match cmd {
         "traps" => TRAPS.bytes().map(|byte| out(&[byte])).chain([exit(0)]).collect(),
-        "binary" => vec![out(b"a\xff"), out(b"\xc3"), ExecEvent::Stderr(Bytes::from_static(b"e")), exit(3)],
+        "binary" => vec![
+            out(b"a\xff"),
+            out(b"\xc3"),
+            ExecEvent::Stderr { offset: 0, data: Bytes::from_static(b"e") },
+            exit(3),
+        ],
         "big" => std::iter::repeat_n(out(&vec![b'x'; 1 << 20]), 17).chain([exit(0)]).collect(),
         "late" => {
             vec![ExecEvent::Exit { code: 137, timed_out: true, message: String::new(), duration_ms: 5000 }]
@@ -142,6 +167,46 @@ fn script(cmd: &str) -> Option<Vec<ExecEvent>> {
     })
 }
 
+/// The events of a command, each where it belongs in its stream.
+fn placed(
+    events: BoxStream<'static, Result<ExecEvent>>,
+    [mut out, mut err]: [u64; 2],
+) -> BoxStream<'static, Result<ExecEvent>> {
+    let events = events.map(move |event| {
+        Ok(match event? {
+            ExecEvent::Stdout { data, .. } => {
+                out += data.len() as u64;
+                ExecEvent::Stdout { offset: out - data.len() as u64, data }
+            }
+            ExecEvent::Stderr { data, .. } => {
+                err += data.len() as u64;
+                ExecEvent::Stderr { offset: err - data.len() as u64, data }
+            }
+            exit => exit,
+        })
+    });
+    events.boxed()
+}
+
+/// The one command that is known by its id.
+fn known_exec() -> Exec {
+    Exec {
+        id: "x1".into(),
+        status: "running".into(),
+        argv: vec!["sleep".into()],
+        pid: 7,
+        started_at: "2026-01-01T00:00:00Z".into(),
+        pty: false,
+        background: true,
+        attached: false,
+        stdout_bytes: 10,
+        stderr_bytes: 0,
+        exit_code: None,
+        timed_out: false,
+        duration_ms: None,
+    }
+}
+
 #[async_trait]
 impl Api for Twin {
     fn version(&self) -> Version {
@@ -152,7 +217,49 @@ impl Api for Twin {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
-    async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
+    fn previews(&self) -> Previews {
+        let make = || {
+            let dir = tempfile::tempdir().unwrap();
+            Previews::open(&dir.path().join("key"), "preview.test", self.key.is_none()).unwrap()
+        };
+        self.previews.get_or_init(make).clone()
+    }
+
+    fn counters(&self) -> Metrics {
+        self.counters.clone()
+    }
+
+    async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
+        self.known(id)?;
+        Ok(vec![Port { port: 7, address: "127.0.0.1".into(), pid: Some(9), process: Some("echo".into()) }])
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        Ok(self.counters.text(&Gauges::default()))
+    }
+
+    async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
+        let all = (1..=5).map(|seq| Event { seq, ..event(the_sandbox(), EventKind::Paused) });
+        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
+        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
+    }
+
+    async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Event>> {
+        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
+    }
+
+    async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
+        self.named.lock().unwrap().extend(once);
         match request.template.as_deref() {
             Some("busy") => {
                 Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
@@ -175,7 +282,8 @@ impl Api for Twin {
         self.known(id).map(drop)
     }
 
-    async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+        self.named.lock().unwrap().extend(once);
         self.done(id, format!("fork {request:?}"))?;
         let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
         let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
@@ -218,7 +326,8 @@ impl Api for Twin {
         Ok("hello é\nworld\n".into())
     }
 
-    async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
+        self.named.lock().unwrap().extend(once);
         self.known(id)?;
         Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
     }
@@ -237,12 +346,14 @@ impl Api for Twin {
     }
 
     async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
+        request::command(&request)?;
+        pty.map(|(cols, rows)| request::terminal(cols, rows)).transpose()?;
         let cmd = request.cmd.unwrap_or_default();
         self.done(id, format!("exec {cmd} {pty:?}"))?;
         self.sessions.fetch_add(1, Ordering::SeqCst);
         let living = Living(self.sessions.clone());
         let (input, echoed) = mpsc::unbounded_channel();
-        let control = Control { inner: std::sync::Arc::new(Echo(input.clone())) };
+        let control = Control { inner: Arc::new(Echo(input.clone())) };
         let events = match script(&cmd) {
             Some(events) => stream::iter(events).boxed(),
             // It keeps its own input open, so it ends only by an exit.
@@ -256,7 +367,85 @@ impl Api for Twin {
             let _ = &living;
             Ok(event)
         });
-        Ok(Session { events: events.boxed(), control })
+        let events = placed(events.boxed(), [0, 0]);
+        Ok(Session { id: "x1".into(), offsets: [0, 0], events, control })
+    }
+
+    async fn start_exec(&self, id: SandboxId, request: StartExec) -> Result<Exec> {
+        self.done(id, format!("start {:?} {} {:?}", request.command.cmd, request.stdin_open, request.pty))?;
+        Ok(known_exec())
+    }
+
+    async fn execs(&self, id: SandboxId) -> Result<Vec<Exec>> {
+        self.known(id)?;
+        Ok(vec![known_exec()])
+    }
+
+    async fn get_exec(&self, id: SandboxId, exec: &str) -> Result<Exec> {
+        self.known(id)?;
+        if exec == "x1" { Ok(known_exec()) } else { Err(Error::NotFound(format!("no command {exec:?}"))) }
+    }
+
+    async fn attach_exec(&self, id: SandboxId, exec: &str, from: From) -> Result<Session> {
+        self.get_exec(id, exec).await?;
+        self.note(format!("attach {exec} {from:?}"));
+        let From::Offsets(offsets) = from else { return Err(Error::Conflict("the twin has no tail".into())) };
+        let events = placed(stream::iter(vec![Ok(out("é".as_bytes())), Ok(exit(0))]).boxed(), offsets);
+        let control = Control { inner: Arc::new(Echo(mpsc::unbounded_channel().0)) };
+        Ok(Session { id: exec.into(), offsets, events, control })
+    }
+
+    async fn signal_exec(&self, id: SandboxId, exec: &str, signal: Signal) -> Result<()> {
+        self.get_exec(id, exec).await?;
+        self.done(id, format!("signal {exec} {signal:?}"))
+    }
+
+    async fn write_exec(
+        &self,
+        id: SandboxId,
+        exec: &str,
+        mut data: BoxStream<'static, Result<Bytes>>,
+        eof: bool,
+    ) -> Result<u64> {
+        self.get_exec(id, exec).await?;
+        let mut bytes = 0;
+        while let Some(chunk) = data.next().await.transpose()? {
+            bytes += chunk.len() as u64;
+        }
+        self.done(id, format!("stdin {exec} {bytes} {eof}"))?;
+        Ok(bytes)
+    }
+
+    async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
+        self.get_exec(id, exec).await.map(drop)
+    }
+
+    async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {
+        self.known(id)?;
+        let (near, far) = tokio::io::duplex(1024);
+        match port {
+            // It gives back what it gets, and ends when that ends.
+            7 => drop(tokio::spawn(async move {
+                let (mut from, mut to) = tokio::io::split(far);
+                let _ = tokio::io::copy(&mut from, &mut to).await;
+                let _ = to.shutdown().await;
+            })),
+            // It says something, ends its own side at once, and notes what comes then.
+            13 => {
+                let noted = Arc::clone(&self.calls);
+                tokio::spawn(async move {
+                    let (mut from, mut to) = tokio::io::split(far);
+                    let _ = to.write_all(b"now").await;
+                    let _ = to.shutdown().await;
+                    let mut all = Vec::new();
+                    let ended = from.read_to_end(&mut all).await.is_ok();
+                    noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
+                });
+            }
+            80 => super::proxy::serve(far),
+            _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
+        }
+        Ok(Box::new(near))
     }
 
     async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {

@@ -1,0 +1,525 @@
+//! A stream becomes a tree, below one directory and nowhere else.
+
+use crate::{About, Counts, Error, MAX_ENTRIES, Result};
+use rustix::{
+    fs::{AtFlags, FileType, Gid, Mode, OFlags, RawDir, ResolveFlags, Timespec, Timestamps, UTIME_OMIT, Uid},
+    io::Errno,
+};
+use std::{
+    cell::Cell,
+    ffi::{OsStr, OsString},
+    fs::File,
+    io::{self, Read, Seek, SeekFrom, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::ffi::{OsStrExt, OsStringExt},
+    },
+    path::{Component, Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+use tar::{Archive, Entry, EntryType};
+
+/// Longest name of an entry, as in Linux.
+const MAX_NAME: usize = 4096;
+/// Headers of one entry, long names included.
+const MAX_HEADERS: u64 = 1 << 20;
+/// Left free for others, whatever the archive holds.
+const SPARE_BYTES: u64 = 8 << 20;
+const PIECE: usize = 64 << 10;
+/// Runs of zeros of this size become holes.
+const HOLE: usize = 4096;
+/// Steps inside the destination.
+const BENEATH: ResolveFlags =
+    ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::NO_MAGICLINKS);
+
+/// What is taken over of an archive.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Owners by their numbers; else everything belongs to whoever unpacks.
+    pub owners: bool,
+    /// Set-id and sticky bits.
+    pub special_bits: bool,
+    /// Leave the first part of every name away: the top directory becomes the destination itself.
+    pub strip_top: bool,
+}
+
+/// Unpacks a stream into the directory `into`, which must be there. Files of the same name are replaced, directories
+/// are joined.
+///
+/// # Errors
+/// If the archive is refused, does not fit, or the system refuses; then `into` is as it was before, unless the last
+/// step, moving what is complete to its place, is what failed.
+pub fn unpack(input: impl Read, into: &Path, options: Options) -> Result<Counts> {
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    let target = rustix::fs::open(into, flags, Mode::empty()).about(into)?;
+    let stage = Stage::make(&target, into)?;
+    let free = rustix::fs::fstatvfs(&target).about(into)?;
+    let free = free.f_bavail.saturating_mul(free.f_frsize).saturating_sub(SPARE_BYTES);
+    let mut unpacker = Unpacker {
+        stage: &stage.dir,
+        into,
+        options,
+        free,
+        left: free,
+        counts: Counts::default(),
+        later: Vec::new(),
+    };
+    let budget = Cell::new(MAX_HEADERS);
+    let mut archive = Archive::new(Watched { input, budget: &budget });
+    let mut entries = archive.entries().map_err(|error| damaged(&error))?;
+    for number in 0.. {
+        budget.set(MAX_HEADERS);
+        let Some(entry) = entries.next() else { break };
+        if number >= MAX_ENTRIES {
+            return Err(Error::Refused(format!("more than {MAX_ENTRIES} entries")));
+        }
+        budget.set(u64::MAX);
+        unpacker.entry(entry.map_err(|error| damaged(&error))?)?;
+    }
+    walk(&stage.dir, &target, into, in_the_way)?;
+    walk(&stage.dir, &target, into, |from, to, name, place| {
+        rustix::fs::renameat(from, name, to, name).about(place)
+    })?;
+    unpacker.settle(&target)?;
+    Ok(unpacker.counts)
+}
+
+/// What the tar reader does not look at itself. It takes a stream that ends early between two entries for a whole
+/// one, but an archive ends with a block of zeros. And it keeps long names in memory, however long they are.
+struct Watched<'a, R> {
+    input: R,
+    /// What may still be read before the next entry begins.
+    budget: &'a Cell<u64>,
+}
+
+impl<R: Read> Read for Watched<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.input.read(buffer)?;
+        if got == 0 && !buffer.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it ends in the middle"));
+        }
+        match self.budget.get().checked_sub(got as u64) {
+            Some(left) => self.budget.set(left),
+            None => return Err(io::Error::other("the headers of one entry are too long")),
+        }
+        Ok(got)
+    }
+}
+
+fn damaged(error: &io::Error) -> Error {
+    Error::Damaged(error.to_string())
+}
+
+fn refused<T>(name: &Path, why: &str) -> Result<T> {
+    let shown: String = name.display().to_string().chars().take(120).collect();
+    Err(Error::Refused(format!("{shown:?} {why}")))
+}
+
+/// A directory beside the place where everything goes, removed with all that is still in it.
+struct Stage<'a> {
+    target: &'a OwnedFd,
+    name: OsString,
+    dir: OwnedFd,
+}
+
+impl<'a> Stage<'a> {
+    fn make(target: &'a OwnedFd, into: &Path) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = OsString::from(format!(".keiki-unpack-{}-{number}", std::process::id()));
+        // Left by a process of this number that was killed, if it exists: nobody else uses such a name.
+        let _ = remove_all(target.as_fd(), &name);
+        rustix::fs::mkdirat(target, &name, Mode::RWXU).about(into)?;
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
+        let dir = rustix::fs::openat(target, &name, flags, Mode::empty()).about(into)?;
+        Ok(Self { target, name, dir })
+    }
+}
+
+impl Drop for Stage<'_> {
+    fn drop(&mut self) {
+        let _ = remove_all(self.target.as_fd(), &self.name);
+    }
+}
+
+struct Unpacker<'a> {
+    stage: &'a OwnedFd,
+    into: &'a Path,
+    options: Options,
+    free: u64,
+    left: u64,
+    counts: Counts,
+    /// Directories get their mode and time when nothing more goes into them.
+    later: Vec<(PathBuf, Attributes)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Attributes {
+    mode: u32,
+    uid: u32,
+    gid: u32,
+    mtime: i64,
+}
+
+impl Unpacker<'_> {
+    fn entry(&mut self, mut entry: Entry<'_, impl Read>) -> Result<()> {
+        let raw = entry.path_bytes().into_owned();
+        // Old archives tell a directory by the end of its name only.
+        let kind = match entry.header().entry_type() {
+            EntryType::Regular if raw.ends_with(b"/") => EntryType::Directory,
+            kind => kind,
+        };
+        if matches!(kind, EntryType::XGlobalHeader | EntryType::XHeader) {
+            return Ok(());
+        }
+        let Some(name) = self.inner_name(&raw)? else {
+            return self.top(&entry, kind, &raw);
+        };
+        let attributes = self.attributes(&entry)?;
+        let (parent, last) = self.parent(&name)?;
+        match kind {
+            EntryType::Directory => {
+                match rustix::fs::mkdirat(&parent, last, Mode::RWXU) {
+                    Ok(()) => {}
+                    Err(Errno::EXIST) if is_dir(&parent, last) => {}
+                    Err(Errno::EXIST) => return refused(&name, "is there twice, and once no directory"),
+                    Err(error) => return Err(error).about(&self.at(&name)),
+                }
+                self.counts.dirs += 1;
+                self.later.push((name, attributes));
+            }
+            EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
+                clear(&parent, last).about(&self.at(&name))?;
+                self.file(&mut entry, &parent, last, &name, attributes)?;
+                self.counts.files += 1;
+            }
+            EntryType::Symlink => {
+                let target = link_target(&entry, &name)?;
+                clear(&parent, last).about(&self.at(&name))?;
+                rustix::fs::symlinkat(OsStr::from_bytes(&target), &parent, last).about(&self.at(&name))?;
+                self.own(&parent, last, attributes).about(&self.at(&name))?;
+                self.counts.symlinks += 1;
+            }
+            EntryType::Link => {
+                let target = link_target(&entry, &name)?;
+                let Some(first) = self.inner_name(&target)? else {
+                    return refused(&name, "is a hard link to a directory");
+                };
+                let (first_parent, first_last) = self.parent(&first)?;
+                let found = rustix::fs::statat(&first_parent, first_last, AtFlags::SYMLINK_NOFOLLOW);
+                if !found.is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_file()) {
+                    return refused(&name, "is a hard link to what is no file of the archive before it");
+                }
+                clear(&parent, last).about(&self.at(&name))?;
+                rustix::fs::linkat(&first_parent, first_last, &parent, last, AtFlags::empty())
+                    .about(&self.at(&name))?;
+                self.counts.files += 1;
+            }
+            EntryType::Char | EntryType::Block => return refused(&name, "is a device"),
+            EntryType::Fifo => return refused(&name, "is a pipe"),
+            _ => return refused(&name, "is of a kind that is not known"),
+        }
+        Ok(())
+    }
+
+    /// The name of an entry below the destination; none for the top itself.
+    fn inner_name(&self, raw: &[u8]) -> Result<Option<PathBuf>> {
+        let path = Path::new(OsStr::from_bytes(raw));
+        if raw.len() > MAX_NAME {
+            return refused(path, "has too long a name");
+        }
+        if raw.contains(&0) {
+            return refused(path, "has a zero byte in its name");
+        }
+        let mut name = PathBuf::new();
+        for part in path.components() {
+            match part {
+                Component::Normal(part) => name.push(part),
+                Component::CurDir => {}
+                Component::ParentDir => return refused(path, "leads out of the archive with .."),
+                Component::RootDir | Component::Prefix(_) => return refused(path, "is an absolute path"),
+            }
+        }
+        if self.options.strip_top {
+            name = name.components().skip(1).collect();
+        }
+        Ok((name != Path::new("")).then_some(name))
+    }
+
+    /// The destination itself: it keeps its own attributes, unless it stands for the top of the archive.
+    fn top(&mut self, entry: &Entry<'_, impl Read>, kind: EntryType, raw: &[u8]) -> Result<()> {
+        if kind != EntryType::Directory {
+            return refused(Path::new(OsStr::from_bytes(raw)), "is where a directory must be");
+        }
+        if self.options.strip_top {
+            let attributes = self.attributes(entry)?;
+            self.counts.dirs += 1;
+            self.later.push((PathBuf::new(), attributes));
+        }
+        Ok(())
+    }
+
+    fn attributes(&self, entry: &Entry<'_, impl Read>) -> Result<Attributes> {
+        let header = entry.header();
+        let mask = if self.options.special_bits { 0o7777 } else { 0o777 };
+        let id = |value: io::Result<u64>| -> Result<u32> {
+            let value = value.map_err(|error| damaged(&error))?;
+            u32::try_from(value).map_err(|_| Error::Damaged("an owner is out of range".into()))
+        };
+        let (uid, gid) = match self.options.owners {
+            true => (id(header.uid())?, id(header.gid())?),
+            false => (0, 0),
+        };
+        Ok(Attributes {
+            mode: header.mode().map_err(|error| damaged(&error))? & mask,
+            uid,
+            gid,
+            // One that is left out is no reason to lose the file.
+            mtime: header.mtime().ok().and_then(|seconds| i64::try_from(seconds).ok()).unwrap_or(0),
+        })
+    }
+
+    fn at(&self, name: &Path) -> PathBuf {
+        self.into.join(name)
+    }
+
+    /// The directory that an entry goes into; made where the archive left it out.
+    fn parent<'n>(&self, name: &'n Path) -> Result<(OwnedFd, &'n OsStr)> {
+        let Some(last) = name.file_name() else { return refused(name, "has no name") };
+        let above = name.parent().filter(|above| *above != Path::new("")).unwrap_or(Path::new("."));
+        match open_beneath(self.stage, above) {
+            Err(Errno::NOENT) => {
+                let mut made = PathBuf::new();
+                for part in above.components() {
+                    made.push(part);
+                    let (dir, last) = (made.parent(), made.file_name());
+                    let dir = dir.filter(|dir| *dir != Path::new("")).unwrap_or(Path::new("."));
+                    let dir = open_beneath(self.stage, dir).about(&self.at(&made))?;
+                    match rustix::fs::mkdirat(&dir, last.unwrap_or_default(), Mode::from_raw_mode(0o755)) {
+                        Ok(()) | Err(Errno::EXIST) => {}
+                        Err(error) => return Err(error).about(&self.at(&made)),
+                    }
+                }
+                match open_beneath(self.stage, above) {
+                    Ok(dir) => Ok((dir, last)),
+                    Err(error) => self.no_parent(name, error),
+                }
+            }
+            Ok(dir) => Ok((dir, last)),
+            Err(error) => self.no_parent(name, error),
+        }
+    }
+
+    fn no_parent<T>(&self, name: &Path, error: Errno) -> Result<T> {
+        match error {
+            Errno::LOOP => refused(name, "goes through a symbolic link"),
+            Errno::NOTDIR => refused(name, "goes through what is no directory"),
+            Errno::XDEV => refused(name, "leads out of the archive"),
+            error => Err(error).about(&self.at(name)),
+        }
+    }
+
+    fn file(
+        &mut self,
+        entry: &mut Entry<'_, impl Read>,
+        parent: &OwnedFd,
+        last: &OsStr,
+        name: &Path,
+        attributes: Attributes,
+    ) -> Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let at = self.at(name);
+        let file = rustix::fs::openat(parent, last, flags, Mode::RUSR | Mode::WUSR).about(&at)?;
+        let mut file = File::from(file);
+        let mut buffer = vec![0; PIECE];
+        let mut size = 0u64;
+        loop {
+            let got = fill(entry, &mut buffer).map_err(|error| damaged(&error))?;
+            if got == 0 {
+                break;
+            }
+            for block in buffer[..got].chunks(HOLE) {
+                size += block.len() as u64;
+                if block.iter().all(|&byte| byte == 0) {
+                    file.seek(SeekFrom::Current(block.len() as i64)).about(&at)?;
+                } else {
+                    let room = self.left.checked_sub(block.len() as u64);
+                    self.left = room.ok_or(Error::NoRoom { free_mib: self.free >> 20 })?;
+                    file.write_all(block).about(&at)?;
+                }
+            }
+        }
+        file.set_len(size).about(&at)?;
+        self.counts.bytes += size;
+        if self.options.owners {
+            rustix::fs::fchown(
+                &file,
+                Some(Uid::from_raw(attributes.uid)),
+                Some(Gid::from_raw(attributes.gid)),
+            )
+            .about(&at)?;
+        }
+        rustix::fs::fchmod(&file, Mode::from_raw_mode(attributes.mode)).about(&at)?;
+        rustix::fs::futimens(&file, &times(attributes.mtime)).about(&at)
+    }
+
+    fn own(&self, parent: &OwnedFd, last: &OsStr, attributes: Attributes) -> rustix::io::Result<()> {
+        if !self.options.owners {
+            return Ok(());
+        }
+        let (uid, gid) = (Uid::from_raw(attributes.uid), Gid::from_raw(attributes.gid));
+        rustix::fs::chownat(parent, last, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
+    }
+
+    /// Gives directories their attributes, the innermost first: they must be writable until all is in its place.
+    fn settle(&mut self, target: &OwnedFd) -> Result<()> {
+        for (name, attributes) in std::mem::take(&mut self.later).into_iter().rev() {
+            let within = if name == Path::new("") { Path::new(".") } else { &name };
+            let dir = match open_beneath(target, within) {
+                Ok(dir) => dir,
+                Err(error) => return self.no_parent(&name, error),
+            };
+            let at = self.at(&name);
+            if self.options.owners {
+                let (uid, gid) = (Uid::from_raw(attributes.uid), Gid::from_raw(attributes.gid));
+                rustix::fs::fchown(&dir, Some(uid), Some(gid)).about(&at)?;
+            }
+            rustix::fs::fchmod(&dir, Mode::from_raw_mode(attributes.mode)).about(&at)?;
+            rustix::fs::futimens(&dir, &times(attributes.mtime)).about(&at)?;
+        }
+        Ok(())
+    }
+}
+
+fn times(mtime: i64) -> Timestamps {
+    Timestamps {
+        last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT },
+        last_modification: Timespec { tv_sec: mtime, tv_nsec: 0 },
+    }
+}
+
+fn link_target(entry: &Entry<'_, impl Read>, name: &Path) -> Result<Vec<u8>> {
+    match entry.link_name_bytes() {
+        Some(target) if !target.is_empty() && target.len() <= MAX_NAME && !target.contains(&0) => {
+            Ok(target.into_owned())
+        }
+        _ => refused(name, "is a link to no name"),
+    }
+}
+
+/// Reads until the buffer is full or the entry ends.
+fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match from.read(&mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(got) => filled += got,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+fn open_beneath(root: &OwnedFd, path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    rustix::fs::openat2(root, path, flags, Mode::empty(), BENEATH)
+}
+
+fn is_dir(parent: impl AsFd, name: &OsStr) -> bool {
+    let stat = rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW);
+    stat.is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_dir())
+}
+
+/// Makes room for a later entry of the same name.
+fn clear(parent: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
+    match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+        Err(Errno::NOENT) => Ok(()),
+        done => done,
+    }
+}
+
+/// Names in a directory, without `.` and `..`.
+fn names(dir: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
+    let mut buffer = vec![MaybeUninit::uninit(); 16 << 10];
+    // A descriptor of its own: reading moves its place.
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    let dir = rustix::fs::openat(dir, ".", flags, Mode::empty())?;
+    let mut entries = RawDir::new(dir, &mut buffer);
+    let mut names = Vec::new();
+    while let Some(entry) = entries.next() {
+        let name = entry?.file_name().to_bytes().to_vec();
+        if name != b"." && name != b".." {
+            names.push(OsString::from_vec(name));
+        }
+    }
+    Ok(names)
+}
+
+/// Removes a name with all that is below it. Links are removed, not followed.
+fn remove_all(parent: impl AsFd, name: &OsStr) -> rustix::io::Result<()> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
+    let _ = rustix::fs::chmodat(parent.as_fd(), name, Mode::RWXU, AtFlags::empty());
+    // Emptied level by level, not by recursion: a tree may be deep.
+    let mut open =
+        vec![(OsString::from(name), rustix::fs::openat(parent.as_fd(), name, flags, Mode::empty())?)];
+    while let Some((_, dir)) = open.last() {
+        let mut inner = None;
+        for name in names(dir)? {
+            if is_dir(dir, &name) {
+                let _ = rustix::fs::chmodat(dir, &name, Mode::RWXU, AtFlags::empty());
+                inner = Some((name.clone(), rustix::fs::openat(dir, &name, flags, Mode::empty())?));
+                break;
+            }
+            rustix::fs::unlinkat(dir, &name, AtFlags::empty())?;
+        }
+        match inner {
+            Some(inner) => open.push(inner),
+            None => {
+                let done = open.pop().map(|(name, _)| name).unwrap_or_default();
+                match open.last() {
+                    Some((_, above)) => rustix::fs::unlinkat(above, &done, AtFlags::REMOVEDIR)?,
+                    None => rustix::fs::unlinkat(parent.as_fd(), &done, AtFlags::REMOVEDIR)?,
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Does `work` with every name in `from` for which `to` has no directory to go on in. Nothing is followed.
+fn walk(
+    from: &OwnedFd,
+    to: &OwnedFd,
+    into: &Path,
+    work: impl Fn(&OwnedFd, &OwnedFd, &OsStr, &Path) -> Result<()>,
+) -> Result<()> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
+    let mut waiting = vec![(from.try_clone().about(into)?, to.try_clone().about(into)?, into.to_owned())];
+    while let Some((from, to, at)) = waiting.pop() {
+        for name in names(&from).about(&at)? {
+            let place = at.join(&name);
+            if is_dir(&from, &name) && is_dir(&to, &name) {
+                let inner = rustix::fs::openat(&from, &name, flags, Mode::empty()).about(&place)?;
+                let there = rustix::fs::openat(&to, &name, flags, Mode::empty()).about(&place)?;
+                waiting.push((inner, there, place));
+            } else {
+                work(&from, &to, &name, &place)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Is there something that a rename would not replace?
+fn in_the_way(from: &OwnedFd, to: &OwnedFd, name: &OsStr, place: &Path) -> Result<()> {
+    let there = rustix::fs::statat(to, name, AtFlags::SYMLINK_NOFOLLOW);
+    if is_dir(to, name) {
+        return refused(place, "is in the way: it is a directory here");
+    }
+    if there.is_ok() && is_dir(from, name) {
+        return refused(place, "is in the way: it is no directory here");
+    }
+    Ok(())
+}

@@ -1,0 +1,56 @@
+//! WebSockets: the handshake with address, key and query, and what a refusal says.
+
+use crate::{
+    error::{Error, Result},
+    transport::Client,
+};
+use serde::Deserialize;
+use tokio::net::TcpStream;
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream,
+    tungstenite::{self, client::IntoClientRequest, http},
+};
+
+pub(crate) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
+
+impl Client {
+    /// Opens a WebSocket at a path of the node. Also returns the id of the command behind it, if there is one.
+    pub(crate) async fn socket(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<(Socket, Option<String>)> {
+        // Only to have the query encoded; the request itself is the web socket's.
+        let get = self.request(reqwest::Method::GET, path).query(query);
+        let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
+        let mut handshake = url.into_client_request().map_err(broken)?;
+        if let Some(key) = &self.api_key {
+            let value = http::HeaderValue::try_from(format!("Bearer {key}"))
+                .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
+            handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
+        }
+        let (socket, answer) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        let exec = answer.headers().get("x-keiki-exec").and_then(|id| id.to_str().ok()).map(Into::into);
+        Ok((socket, exec))
+    }
+}
+
+pub(crate) fn broken(error: tungstenite::Error) -> Error {
+    Error::Socket(Box::new(error))
+}
+
+/// A refused handshake carries the node's sentence like any other answer.
+fn refused(error: tungstenite::Error) -> Error {
+    #[derive(Deserialize)]
+    struct Body {
+        error: String,
+    }
+    let tungstenite::Error::Http(response) = &error else { return broken(error) };
+    let status = response.status().as_u16();
+    let body = response.body().as_deref().unwrap_or_default();
+    let message = match serde_json::from_slice::<Body>(body) {
+        Ok(body) => body.error,
+        Err(_) => format!("the node answered {status} without saying why"),
+    };
+    Error::Api { status, message, console: None, retry_after: None }
+}

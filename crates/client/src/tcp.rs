@@ -1,0 +1,113 @@
+//! TCP connections to ports inside a sandbox.
+
+use crate::{
+    error::{Error, Result},
+    sandboxes::path,
+    socket::{Socket, broken},
+    transport::Client,
+};
+use bytes::Bytes;
+use futures::{SinkExt, StreamExt, stream};
+use keiki_types::SandboxId;
+use serde::Deserialize;
+use tokio_tungstenite::tungstenite::Message;
+
+/// A connection. Each direction ends for itself; dropping both halves before that resets the connection.
+pub struct Tcp {
+    /// To the program inside.
+    pub input: TcpInput,
+    /// From it.
+    pub output: TcpOutput,
+}
+
+/// To the program inside.
+pub struct TcpInput(stream::SplitSink<Socket, Message>);
+
+/// From the program inside.
+pub struct TcpOutput {
+    messages: stream::SplitStream<Socket>,
+    ended: bool,
+}
+
+impl Client {
+    /// Connects to a TCP port inside a sandbox, which is woken if need be.
+    ///
+    /// # Errors
+    /// As [`Error`] says: status 502 if nothing listens there.
+    pub async fn tcp(&self, id: SandboxId, port: u16) -> Result<Tcp> {
+        let (socket, _) = self.socket(&path(id, &format!("/tcp/{port}")), &[]).await?;
+        let (input, messages) = socket.split();
+        Ok(Tcp { input: TcpInput(input), output: TcpOutput { messages, ended: false } })
+    }
+}
+
+impl TcpInput {
+    /// Sends, or waits until there is room.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
+        self.0.send(Message::Binary(bytes)).await.map_err(broken)
+    }
+
+    /// Ends this direction.
+    ///
+    /// # Errors
+    /// If the connection is gone.
+    pub async fn finish(&mut self) -> Result<()> {
+        self.0.send(Message::Text(r#"{"eof":true}"#.into())).await.map_err(broken)
+    }
+}
+
+impl TcpOutput {
+    /// The next piece; none once the program inside has ended its direction.
+    ///
+    /// # Errors
+    /// If the connection was reset, or ended without having been finished.
+    pub async fn next(&mut self) -> Result<Option<Bytes>> {
+        while !self.ended {
+            match self.messages.next().await {
+                Some(Ok(Message::Binary(bytes))) => return Ok(Some(bytes)),
+                Some(Ok(Message::Text(text))) => self.ended = is_eof(&text)?,
+                Some(Ok(Message::Close(_))) | None => {
+                    return Err(Error::Protocol("the connection ended in the middle".into()));
+                }
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Err(broken(error)),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Waits until the node closes, which it does when both directions have ended. Answers its probes meanwhile.
+    pub async fn closed(&mut self) {
+        while let Some(Ok(_)) = self.messages.next().await {}
+    }
+}
+
+fn is_eof(text: &str) -> Result<bool> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Word {
+        Eof { eof: bool },
+        Failed { error: String },
+    }
+    match serde_json::from_str(text) {
+        Ok(Word::Eof { eof }) => Ok(eof),
+        Ok(Word::Failed { error }) => Err(Error::Connection(error)),
+        Err(error) => Err(Error::Protocol(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_eof;
+    use crate::error::Error;
+
+    #[test]
+    fn a_text_is_an_end_or_a_reset() {
+        assert!(matches!(is_eof(r#"{"eof":true}"#), Ok(true)));
+        assert!(matches!(is_eof(r#"{"error":"reset"}"#), Err(Error::Connection(_))));
+        assert!(matches!(is_eof("x"), Err(Error::Protocol(_))));
+    }
+}
