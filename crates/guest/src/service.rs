@@ -11,7 +11,13 @@ use crate::{
 use bytes::Bytes;
 use futures::{Stream, stream};
 use keiki_protocol::guest::{
-AttachRequest, ChmodRequest, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply, FlushRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply, InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest, DialChunk, ForgetRequest, ListPortsReply, ListPortsRequest,
+    AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
+    FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
+    InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
+    ListPortsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
+    RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest,
+    TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, WriteChunk, WriteReply,
+    exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{

@@ -1,7 +1,7 @@
 //! `/etc/keiki/thaw.d`: what the owner of a template wants done in each copy before anybody meets it.
 //!
 //! Executable files, run one after the other in the order of their names, as root, while user work stands still.
-//! One that fails, or takes too long, fails the release: the copy is destroyed and its caller told why.
+//! One that fails, or all of them taking too long, fails the release: the copy is destroyed and its caller told why.
 
 use super::program;
 use crate::reaper::Reaper;
@@ -11,11 +11,11 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 const DIRECTORY: &str = "/etc/keiki/thaw.d";
-/// Each may take this long.
+/// All of them together.
 const LIMIT: Duration = Duration::from_secs(10);
 const MAX: usize = 64;
 
@@ -32,9 +32,10 @@ pub async fn run(reaper: &Arc<Reaper>, order: &Individual) -> io::Result<()> {
         ("KEIKI_PARENT_SANDBOX_ID", order.parent_sandbox_id.clone()),
         ("KEIKI_PARENT_SNAPSHOT_ID", order.parent_snapshot_id.clone()),
     ];
+    let begin = Instant::now();
     for hook in hooks {
         let name = hook.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let ended = program::run(reaper, &hook, vec![], &env, LIMIT)
+        let ended = program::run(reaper, &hook, vec![], &env, LIMIT.saturating_sub(begin.elapsed()))
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("hook {name}: {error}")))?;
         if ended.code != 0 {

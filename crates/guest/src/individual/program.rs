@@ -133,7 +133,7 @@ async fn watch(
         status.map_err(io::Error::other)
     };
     let status = timeout(limit, both).await.map_err(|_| {
-        let text = format!("{} did not end within {} s", program.display(), limit.as_secs());
+        let text = format!("{} did not end within {:.0} s", program.display(), limit.as_secs_f64());
         io::Error::new(io::ErrorKind::TimedOut, text)
     })??;
     let status = std::process::ExitStatus::from_raw(status.as_raw());
