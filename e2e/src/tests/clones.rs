@@ -54,7 +54,7 @@ while True:
     out.write(os.urandom(16).hex() + \" \" + uuid.uuid4().hex + \" \" + ssl.RAND_bytes(16).hex() + \"\\n\")
 ";
     let parent = Sandbox::create(&world.node.client).await?;
-    parent.client.write_bytes(parent.id, "/root/spin.py", SPIN.into(), None).await?;
+    parent.client.write_bytes(parent.id, "/root/spin.py", None, SPIN).await?;
     parent.background("python3 /root/spin.py").await?;
     parent.sh("for i in $(seq 100); do [ -s /dev/shm/drawn ] && exit 0; sleep 0.1; done; exit 1").await?;
     let (mut all, mut copies) = (Vec::new(), 0);
@@ -140,7 +140,7 @@ while True:
     time.sleep(0.01)
 ";
     let parent = Sandbox::create(&world.node.client).await?;
-    parent.client.write_bytes(parent.id, "/root/talk.py", SCRIPT.into(), None).await?;
+    parent.client.write_bytes(parent.id, "/root/talk.py", None, SCRIPT).await?;
     parent.background("python3 /root/talk.py").await?;
     parent.sh("for i in $(seq 100); do [ -s /dev/shm/inside ] && exit 0; sleep 0.05; done; exit 1").await?;
     let child = parent.fork_one().await?;
