@@ -1,5 +1,6 @@
 //! Small texts: ages, sizes, durations, pairs.
 
+use keiki_client::api::secrets::Secret;
 use std::time::Duration;
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
@@ -75,6 +76,27 @@ pub fn parse_pair(text: &str) -> Result<(String, String), String> {
         Some((key, value)) if !key.is_empty() => Ok((key.into(), value.into())),
         _ => Err(format!("{text:?} is not KEY=VALUE")),
     }
+}
+
+/// `NAME=@FILE`, or `NAME` for the variable's value: never on the command line, where everybody on this host reads it.
+pub fn parse_secret(text: &str) -> Result<(String, Secret), String> {
+    let (name, value) = match text.split_once('=') {
+        Some((name, source)) => {
+            let path = source.strip_prefix('@').ok_or_else(|| {
+                format!("{name}=… would show the value to everybody on this host: give {name}=@FILE, or {name} alone for a variable")
+            })?;
+            let value =
+                std::fs::read_to_string(path).map_err(|error| format!("{path} cannot be read: {error}"))?;
+            (name, value)
+        }
+        None => {
+            let value = std::env::var(text).map_err(|_| {
+                format!("{text} is not the name of a variable that is set here; NAME=@FILE reads a file")
+            })?;
+            (text, value)
+        }
+    };
+    Ok((name.into(), Secret { value, owner: None, on_fork: None, on_restore: None }))
 }
 
 /// `KEY=VALUE`, or `KEY` for the value it has here.

@@ -48,7 +48,15 @@ pub struct Group {
 impl Group {
     /// Makes it. `name` must be a plain file name without a dot (those are the kernel's).
     pub fn new(name: &str) -> io::Result<Self> {
-        let path = Path::new(USER).join(name);
+        Self::make(Path::new(USER).join(name))
+    }
+
+    /// Makes one outside of user work, which a freeze of that leaves alone.
+    pub fn of_agent(name: &str) -> io::Result<Self> {
+        Self::make(Path::new(ROOT).join(name))
+    }
+
+    fn make(path: PathBuf) -> io::Result<Self> {
         fs::create_dir(&path)?;
         let open = |path: &Path, flags| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty());
         let opened = open(&path, OFlags::PATH | OFlags::DIRECTORY)

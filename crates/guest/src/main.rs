@@ -43,6 +43,9 @@ fn main() -> ExitCode {
         log::line(&format!("cannot start: control groups: {error}"));
         return end();
     }
+    if let Err(error) = individual::prepare() {
+        log::line(&format!("machine id: {error}"));
+    }
     // A freeze must not wait for user work's time slices, nor a command for its own child's.
     if let Err(error) = sys::go_first() {
         log::line(&format!("priority: {error}"));
@@ -78,7 +81,7 @@ async fn run() {
     };
     let reaper = Arc::new(reaper::Reaper::default());
     let execs = exec::Execs::new(reaper.clone());
-    let agent = service::Agent::new(execs.clone());
+    let agent = service::Agent::new(execs.clone(), reaper.clone());
     tokio::spawn(reaper.run(ended, move || execs.sweep_groups()));
     let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     log::line(&format!("ready in {} ms", up.tv_sec * 1000 + up.tv_nsec / 1_000_000));

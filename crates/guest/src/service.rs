@@ -4,8 +4,10 @@ use crate::{
     archive, cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
-    individual::{Identity, IndividualError, announce},
-    log, ports, watch,
+    individual::{Identity, IndividualError, announce, secrets},
+    log, ports,
+    reaper::Reaper,
+    watch,
 };
 use bytes::Bytes;
 use futures::{Stream, stream};
@@ -14,10 +16,10 @@ use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
     FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
     InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
-    ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest,
-    ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply,
-    ThawUserRequest, UnpackChunk, UnpackReply, WatchEvent, WatchRequest, WriteChunk, WriteReply,
-    exec_event::Event, guest_server::Guest,
+    ListPortsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
+    RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest,
+    TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, UnpackChunk, UnpackReply,
+    WatchEvent, WatchRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -57,8 +59,8 @@ pub struct Agent {
 
 impl Agent {
     /// With no command yet, of generation 0.
-    pub fn new(execs: Arc<Execs>) -> Self {
-        Self { execs, identity: Arc::default(), frozen: Arc::default() }
+    pub fn new(execs: Arc<Execs>, reaper: Arc<Reaper>) -> Self {
+        Self { execs, identity: Arc::new(Identity::new(reaper)), frozen: Arc::default() }
     }
 
     /// Which individual this machine is.
@@ -140,8 +142,7 @@ impl Guest for Agent {
 
     async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
         let order = request.into_inner();
-        // Here and not on another thread: a few system calls, none of which waits for a disk.
-        let ack = self.identity.become_new(&order).map_err(|error| match error {
+        let ack = self.identity.become_new(&order).await.map_err(|error| match error {
             IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
             IndividualError::Entropy(_) | IndividualError::Hostname => {
                 Status::invalid_argument(error.to_string())
@@ -164,6 +165,18 @@ impl Guest for Agent {
             }
         });
         Ok(Response::new(ack))
+    }
+
+    async fn take_secrets(&self, request: Request<TakeSecretsRequest>) -> Answer<TakeSecretsReply> {
+        let names = request.into_inner().names;
+        let secrets = secrets::take(&names).map_err(|error| failed("take the secrets of", &error))?;
+        Ok(Response::new(TakeSecretsReply { secrets }))
+    }
+
+    async fn put_secrets(&self, request: Request<PutSecretsRequest>) -> Answer<Done> {
+        let secrets = request.into_inner().secrets;
+        secrets::put_back(&secrets).map_err(|error| failed("put the secrets back of", &error))?;
+        Ok(Response::new(Done {}))
     }
 
     async fn exec(&self, request: Request<ExecSpec>) -> Answer<Events> {

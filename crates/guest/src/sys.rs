@@ -302,6 +302,21 @@ pub fn default_route(socket: BorrowedFd<'_>, gateway: Ipv4Addr) -> io::Result<()
     check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCADDRT as libc::Ioctl, &raw const route) })
 }
 
+/// Forgets the link address of a neighbour on `device`.
+pub fn forget_neighbour(socket: BorrowedFd<'_>, ip: Ipv4Addr, device: &str) -> io::Result<()> {
+    // SAFETY: arpreq is socket addresses, an integer and a name: all zeroes is valid.
+    let mut request: libc::arpreq = unsafe { std::mem::zeroed() };
+    if device.len() >= request.arp_dev.len() {
+        return Err(Errno::NAMETOOLONG.into());
+    }
+    request.arp_pa = inet(ip);
+    for (to, from) in request.arp_dev.iter_mut().zip(device.bytes()) {
+        *to = from as c_char;
+    }
+    // SAFETY: the kernel reads an arpreq with an IPv4 address and a device name that ends.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCDARP as libc::Ioctl, &raw const request) })
+}
+
 fn interface_request(name: &str) -> io::Result<libc::ifreq> {
     // SAFETY: ifreq is a name and a union of integers, addresses and a nullable pointer: all zeroes is valid.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };

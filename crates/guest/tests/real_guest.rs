@@ -10,9 +10,9 @@ mod machine;
 use bytes::Bytes;
 use keiki_protocol::guest::{
     AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
-    ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest,
-    ResizeRequest, ShutdownRequest, SignalRequest, SymlinkRequest, ThawUserRequest, WriteChunk, WriteHeader,
-    exec_event::Event,
+    ListExecsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
+    RenameRequest, ResizeRequest, Secret, ShutdownRequest, SignalRequest, SymlinkRequest, TakeSecretsRequest,
+    ThawUserRequest, WriteChunk, WriteHeader, exec_event::Event,
 };
 use machine::{Client, Machine, argv, collect, id, run, shell};
 use std::time::{Duration, Instant};
@@ -34,10 +34,11 @@ async fn everything_in_one_guest() {
     input_and_terminal(&client).await;
     files(&client).await;
     individual(&client).await;
+    renewal(&client).await;
     freezing(&client).await;
     drop(client);
     reconnecting(&machine).await;
-    let (client, _) = machine.connect(9).await;
+    let (client, _) = machine.connect(17).await;
     client.clone().shutdown(ShutdownRequest { grace_ms: 500 }).await.unwrap();
     assert!(machine.wait_end(20), "no power off\n{}", machine.console("a"));
     println!("{}", machine.console("a"));
@@ -380,16 +381,25 @@ async fn files(client: &Client) {
     println!("files: ok");
 }
 
-async fn become_new(client: &Client, generation: u64, thaw_user: bool) {
+fn order(generation: u64) -> Individual {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    let order = Individual {
+    Individual {
         generation,
         entropy: vec![generation as u8; 64].into(),
         unix_nanos: since.as_nanos() as u64,
         hostname: format!("host-{generation}"),
         reason: "fork".into(),
-        thaw_user,
-    };
+        is_new: true,
+        run_hooks: true,
+        thaw_user: true,
+        sandbox_id: "copy".into(),
+        parent_sandbox_id: "original".into(),
+        ..Individual::default()
+    }
+}
+
+async fn become_new(client: &Client, generation: u64, thaw_user: bool) {
+    let order = Individual { thaw_user, ..order(generation) };
     let ack = client.clone().individualize(order).await.unwrap().into_inner();
     println!("{ack:?}");
     assert_eq!(ack.generation, generation);
@@ -412,6 +422,77 @@ async fn individual(client: &Client) {
     let again = Individual { generation: 7, entropy: vec![1; 64].into(), ..Individual::default() };
     assert_eq!(client.clone().individualize(again).await.unwrap_err().code(), Code::FailedPrecondition);
     println!("individual: ok");
+}
+
+/// What identifies a machine is new in a copy and stays over a wake; hooks run in between and can refuse.
+async fn renewal(client: &Client) {
+    let identity =
+        "cat /etc/machine-id; cat /var/lib/systemd/random-seed | md5sum; cat /etc/dhcpcd.duid 2>&1";
+    let prepare = "mkdir -p /var/lib/systemd /etc/keiki/thaw.d && head -c 512 /dev/zero >/var/lib/systemd/random-seed \
+        && echo duid >/etc/dhcpcd.duid";
+    assert_eq!(run(client, shell(prepare)).await.exit.code, 0);
+    let first = run(client, shell(identity)).await.out();
+    let renew = |order: Individual| async move {
+        client.clone().freeze_user(FreezeUserRequest { timeout_ms: 2000 }).await.unwrap();
+        client.clone().individualize(order).await
+    };
+    renew(Individual { is_new: false, reason: "wake".into(), ..order(8) }).await.unwrap();
+    assert_eq!(run(client, shell(identity)).await.out(), first);
+    renew(order(9)).await.unwrap();
+    let second = run(client, shell(identity)).await.out();
+    let (one, two): (Vec<_>, Vec<_>) = (first.lines().collect(), second.lines().collect());
+    assert!(one[0].len() == 32 && two[0].len() == 32 && one[0] != two[0], "{first}{second}");
+    assert!(one[1] != two[1] && one[2] == "duid" && two[2].contains("No such file"), "{first}{second}");
+    let keep = "printf 'machine-id\\nduid\\n' >/etc/keiki/keep; echo duid >/etc/dhcpcd.duid";
+    assert_eq!(run(client, shell(keep)).await.exit.code, 0);
+    renew(order(10)).await.unwrap();
+    let third = run(client, shell(identity)).await.out();
+    assert_eq!((third.lines().next(), third.lines().last()), (Some(two[0]), Some("duid")));
+
+    let secret = |name: &str, owner: &str| Secret {
+        name: name.into(),
+        value: name.to_owned().into(),
+        owner: owner.into(),
+    };
+    let given = Individual { secrets: vec![secret("ONE", ""), secret("TWO", "nobody")], ..order(11) };
+    renew(given).await.unwrap();
+    let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
+    let seen = run(client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
+    assert_eq!(seen, "ONETWO400 root\n400 nobody\n");
+    let taken = client.clone().take_secrets(TakeSecretsRequest { names: vec!["ONE".into()] }).await.unwrap();
+    let taken = taken.into_inner().secrets;
+    assert_eq!(
+        run(client, shell(&names("od -An -c ONE"))).await.out().split_whitespace().collect::<String>(),
+        "\\0\\0\\0"
+    );
+    client.clone().put_secrets(PutSecretsRequest { secrets: taken }).await.unwrap();
+    assert_eq!(run(client, shell(&names("cat ONE"))).await.out(), "ONE");
+    renew(Individual { keep_secrets: vec!["TWO".into()], ..order(12) }).await.unwrap();
+    assert_eq!(run(client, shell(&names("ls"))).await.out(), "TWO\n");
+
+    let hooks = "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\nenv | grep ^KEIKI_ | sort >/tmp/hook' >10-env && chmod +x 10-env";
+    assert_eq!(run(client, shell(hooks)).await.exit.code, 0);
+    renew(order(13)).await.unwrap();
+    assert_eq!(
+        run(client, shell("cat /tmp/hook")).await.out(),
+        "KEIKI_GENERATION=13\nKEIKI_PARENT_SANDBOX_ID=original\nKEIKI_PARENT_SNAPSHOT_ID=\nKEIKI_REASON=fork\nKEIKI_SANDBOX_ID=copy\n"
+    );
+    let refuse =
+        "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\necho no licence >&2; exit 3' >20-no && chmod +x 20-no";
+    assert_eq!(run(client, shell(refuse)).await.exit.code, 0);
+    let status = renew(order(14)).await.unwrap_err();
+    assert!(status.message().contains("hook 20-no ended with 3: no licence"), "{status}");
+    let info = client.clone().info(InfoRequest {}).await.unwrap().into_inner();
+    assert!(info.user_frozen, "a machine that was not released runs");
+    client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
+    let late = "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\nsleep 1000' >20-no";
+    assert_eq!(run(client, shell(late)).await.exit.code, 0);
+    let status = renew(order(15)).await.unwrap_err();
+    assert!(status.message().contains("did not end within 10 s"), "{status}");
+    client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
+    let left = run(client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
+    assert_eq!(left, "0\n", "a hook that was given up still runs");
+    println!("renewal: ok");
 }
 
 async fn freezing(client: &Client) {
@@ -449,8 +530,8 @@ async fn freezing(client: &Client) {
 }
 
 async fn reconnecting(machine: &Machine) {
-    let (client, hello) = machine.connect(8).await;
-    assert_eq!(hello.generation, 7);
+    let (client, hello) = machine.connect(16).await;
+    assert_eq!(hello.generation, 15);
     let name = id();
     // Slow enough to be still at it when the connection is gone.
     let spec = ExecSpec {
@@ -466,10 +547,10 @@ async fn reconnecting(machine: &Machine) {
     }
     drop((stream, client));
     for _ in 0..5 {
-        drop(machine.connect(8).await);
+        drop(machine.connect(16).await);
     }
     let begin = Instant::now();
-    let (client, _) = machine.connect(8).await;
+    let (client, _) = machine.connect(16).await;
     println!("connected again after {:?}", begin.elapsed());
     let request =
         AttachRequest { id: name.clone(), stdout_offset: text.len() as u64, stderr_offset: 0, polite: false };
@@ -492,19 +573,26 @@ async fn reconnecting(machine: &Machine) {
         }
     }
     drop((stream, client));
-    let (client, _) = machine.connect(8).await;
+    let (client, _) = machine.connect(16).await;
     let request = AttachRequest { id: "flood".into(), stdout_offset: got, stderr_offset: 0, polite: false };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(got + rest.stdout.len() as u64, 6_000_000, "output was lost");
+    let begin = Instant::now();
     // Nobody comes back in time: the command is not held up, the oldest output gives way, offsets tell.
     let spec = ExecSpec {
         id: "alone".into(),
         ..shell("head -c 5000000 /dev/zero; echo done > /tmp/alone; sleep 2")
     };
     drop((client.clone().exec(spec).await.unwrap(), client));
-    tokio::time::sleep(Duration::from_secs(5)).await;
-    let (client, _) = machine.connect(8).await;
-    assert_eq!(run(&client, shell("test -e /tmp/alone")).await.exit.code, 0, "it was held up");
+    // A busy host takes its time.
+    let client = loop {
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let (client, _) = machine.connect(16).await;
+        if run(&client, shell("test -e /tmp/alone")).await.exit.code == 0 {
+            break client;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(90), "it was held up");
+    };
     let request = AttachRequest { id: "alone".into(), ..AttachRequest::default() };
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(rest.stdout.len(), 1 << 20);

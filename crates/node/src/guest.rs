@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 use keiki_protocol::guest::{
-    FlushRequest, FreezeUserRequest, Individual, ThawUserRequest, guest_client::GuestClient,
+    FlushRequest, FreezeUserRequest, Individual, PutSecretsRequest, Secret, TakeSecretsRequest,
+    ThawUserRequest, guest_client::GuestClient,
 };
 use keiki_types::Origin;
 use rand::RngCore;
@@ -46,6 +47,50 @@ struct Limits {
 }
 
 const LIMITS: Limits = Limits { connect: CONNECT_LIMIT, call: CALL_LIMIT, answer: ANSWER_LIMIT };
+
+/// What a copy is to new.
+#[derive(Debug, Clone)]
+pub struct NewIdentity {
+    /// How it came to be.
+    pub origin: Origin,
+    /// Its name.
+    pub hostname: String,
+    /// Of the sandbox; told to hooks, as are its ancestors'.
+    pub id: String,
+    /// Forked from.
+    pub parent_sandbox_id: String,
+    /// Restored from, or the nearest in its ancestry.
+    pub parent_snapshot_id: String,
+    /// What it may read.
+    pub secrets: Secrets,
+    /// A template is being baked: not a copy that anybody meets, so no hooks.
+    pub is_bake: bool,
+}
+
+impl NewIdentity {
+    /// With nothing but a name.
+    #[must_use]
+    pub fn named(origin: Origin, hostname: &str) -> Self {
+        Self {
+            origin,
+            hostname: hostname.into(),
+            id: String::new(),
+            parent_sandbox_id: String::new(),
+            parent_snapshot_id: String::new(),
+            secrets: Secrets::default(),
+            is_bake: false,
+        }
+    }
+}
+
+/// The secrets of a copy: those it is given, and which it keeps of those it came with.
+#[derive(Debug, Clone, Default)]
+pub struct Secrets {
+    /// New ones.
+    pub give: Vec<Secret>,
+    /// Names.
+    pub keep: Vec<String>,
+}
 
 /// A connection to the agent of one machine; renewed when it breaks.
 pub struct GuestLink {
@@ -165,6 +210,31 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("freeze its processes", status))
     }
 
+    /// Takes secrets out of the machine, while its user processes stand still.
+    ///
+    /// # Errors
+    /// If the guest does not hand them over.
+    pub async fn take_secrets(&self, names: Vec<String>) -> Result<Vec<Secret>> {
+        // Not repeated: the first time may have taken them.
+        let mut client = self.client().await;
+        let taken =
+            within(self.limits.call, client.take_secrets(limited(TakeSecretsRequest { names }))).await;
+        Ok(taken.map_err(|status| failed("hand its secrets over", status))?.into_inner().secrets)
+    }
+
+    /// Puts them back.
+    ///
+    /// # Errors
+    /// If the guest does not take them.
+    pub async fn put_secrets(&self, secrets: Vec<Secret>) -> Result<()> {
+        let call = self.call(|mut guest| {
+            let request = limited(PutSecretsRequest { secrets: secrets.clone() });
+            async move { guest.put_secrets(request).await }
+        });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("take its secrets back", status))
+    }
+
     /// Lets them go on.
     ///
     /// # Errors
@@ -179,7 +249,7 @@ impl GuestLink {
     ///
     /// # Errors
     /// If it does not acknowledge exactly this generation: the copy must not be released then.
-    pub async fn individualize(&self, origin: Origin, hostname: &str) -> Result<Vec<(String, Duration)>> {
+    pub async fn individualize(&self, new: NewIdentity) -> Result<Vec<(String, Duration)>> {
         let mut entropy = vec![0; ENTROPY_BYTES];
         rand::rng().fill_bytes(&mut entropy);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -187,9 +257,16 @@ impl GuestLink {
             generation: self.generation,
             entropy: entropy.into(),
             unix_nanos: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
-            hostname: hostname.into(),
-            reason: origin.as_str().into(),
+            hostname: new.hostname,
+            reason: new.origin.as_str().into(),
             thaw_user: true,
+            sandbox_id: new.id,
+            parent_sandbox_id: new.parent_sandbox_id,
+            parent_snapshot_id: new.parent_snapshot_id,
+            secrets: new.secrets.give,
+            keep_secrets: new.secrets.keep,
+            is_new: new.origin != Origin::Wake,
+            run_hooks: !new.is_bake,
         };
         // Not repeated over a new connection: the guest refuses a generation it already has.
         let mut client = self.client().await;

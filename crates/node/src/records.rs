@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use keiki_sys::failpoint;
 use keiki_types::{
     EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
-    api::{self, Timings},
+    api::{self, Timings, secrets::Fates},
 };
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -67,6 +67,9 @@ pub struct SandboxRecord {
     pub timings: Option<Timings>,
     /// Why it failed.
     pub error: Option<String>,
+    /// Names of its secrets, and what becomes of each in copies. Values are the guest's alone.
+    #[serde(default)]
+    pub secrets: BTreeMap<String, Fates>,
 }
 
 /// A snapshot as recorded.
@@ -95,6 +98,9 @@ pub struct SnapshotRecord {
     pub engine: EngineKind,
     /// Labels at that time.
     pub metadata: BTreeMap<String, String>,
+    /// Secrets that the sandbox had, and what becomes of each.
+    #[serde(default)]
+    pub secrets: BTreeMap<String, Fates>,
 }
 
 impl SnapshotRecord {

@@ -1,6 +1,7 @@
 //! Bodies of `/v1`. Field names are the wire's. Times are RFC 3339 in UTC; durations and sizes say their unit.
 
 pub mod execs;
+pub mod secrets;
 
 use crate::{EngineKind, SandboxId, Shape, SnapshotId, Status};
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,10 @@ pub struct CreateSandbox {
     /// Hibernate instead of delete when the TTL runs out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
+    /// Files of `/run/keiki/secrets` by their names. With `from_snapshot`: further ones, and the values of those whose
+    /// fate is `replace`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
 
 /// A sandbox, as every endpoint shows it.
@@ -169,6 +174,9 @@ pub struct ForkSandbox {
     /// TTL of the children; default the parent's value.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
+    /// Further secrets of the children, and the values of those whose fate is `replace`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
 
 /// Answer to fork.

@@ -2,6 +2,7 @@
 
 mod api;
 mod bench;
+mod clones;
 mod crash;
 mod disk;
 mod exec;
@@ -68,6 +69,11 @@ pub fn all() -> Vec<(&'static str, Test)> {
         state::unsynced_writes_are_of_the_same_instant,
         state::divergence_never_leaks,
         state::a_copy_is_a_new_individual,
+        clones::identity_is_new_in_copies_and_kept_by_a_wake,
+        clones::no_two_copies_draw_the_same,
+        clones::hooks_run_in_each_copy_and_can_refuse_it,
+        clones::connections_with_the_outside_are_reset_at_once,
+        clones::secrets_follow_their_fate,
         lineage::a_child_outlives_its_parent,
         lineage::a_fork_of_a_fork,
         lineage::a_snapshot_outlives_its_ancestors,

@@ -4,12 +4,13 @@ use super::verb::make_or_undo;
 use crate::{
     context::Context,
     exit::{ExitCode, Failure, Outcome},
-    text::{parse_pair, parse_ttl},
+    text::{parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
     Client,
-    api::{CreateSandbox, Sandbox, Timings},
+    api::{CreateSandbox, Sandbox, Timings, secrets::Secret},
 };
+
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -42,6 +43,9 @@ pub struct Life {
     /// Label it
     #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse_pair)]
     pub metadata: Vec<(String, String)>,
+    /// Give it a secret: the value of the environment variable NAME, or of a file. It is `/run/keiki/secrets/NAME`
+    #[arg(long = "secret", value_name = "NAME[=@FILE]", value_parser = parse_secret)]
+    pub secrets: Vec<(String, Secret)>,
 }
 
 impl Life {
@@ -51,6 +55,7 @@ impl Life {
             metadata: (!self.metadata.is_empty()).then(|| self.metadata.iter().cloned().collect()),
             ttl_seconds: self.ttl,
             persistent: self.persistent.then_some(true),
+            secrets: (!self.secrets.is_empty()).then(|| self.secrets.iter().cloned().collect()),
             ..Default::default()
         }
     }

@@ -4,11 +4,11 @@ use super::{create::took, verb::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
-    text::{parse_pair, parse_ttl},
+    text::{parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
     Client,
-    api::{ForkSandbox, Forked},
+    api::{ForkSandbox, Forked, secrets::Secret},
 };
 
 /// Arguments.
@@ -26,6 +26,9 @@ pub struct Args {
     /// Label the children [default: the parent's labels]
     #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse_pair)]
     pub metadata: Vec<(String, String)>,
+    /// Give the children a secret: the value of the environment variable NAME, or of a file
+    #[arg(long = "secret", value_name = "NAME[=@FILE]", value_parser = parse_secret)]
+    pub secrets: Vec<(String, Secret)>,
 }
 
 /// Runs the command.
@@ -35,6 +38,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         count: Some(args.count),
         metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
         ttl_seconds: args.ttl,
+        secrets: (!args.secrets.is_empty()).then(|| args.secrets.into_iter().collect()),
     };
     let maker = context.client.clone();
     let making = async move { maker.fork(id, &request).await };

@@ -1,6 +1,6 @@
 //! The node against agents that a hostile guest could run.
 
-use super::{GuestLink, Limits, plain, refusal};
+use super::{GuestLink, Limits, NewIdentity, plain, refusal};
 use axum::body::Body;
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
@@ -117,7 +117,7 @@ async fn every_call_ends_and_says_one_thing() {
         let dir = tempfile::tempdir().unwrap();
         let link = link(&dir, agent).await;
         let started = Instant::now();
-        let gate = link.individualize(keiki_types::Origin::Fork, "h").await.unwrap_err();
+        let gate = link.individualize(NewIdentity::named(keiki_types::Origin::Fork, "h")).await.unwrap_err();
         let flush = link.flush().await.unwrap_err();
         let user = link.freeze_user().await.unwrap_err();
         let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await.unwrap_err();
@@ -135,7 +135,7 @@ async fn every_call_ends_and_says_one_thing() {
 async fn another_generation_is_no_acknowledgement() {
     let dir = tempfile::tempdir().unwrap();
     let link = link(&dir, Agent::WrongGeneration).await;
-    let error = link.individualize(keiki_types::Origin::Fork, "h").await.unwrap_err();
+    let error = link.individualize(NewIdentity::named(keiki_types::Origin::Fork, "h")).await.unwrap_err();
     assert!(error.to_string().contains("acknowledged generation 6 instead of 5"), "{error}");
 }
 

@@ -58,7 +58,8 @@ pub(super) async fn fork_tree(
     };
     metadata.insert(TREE.into(), new_tree.clone());
     metadata.insert("fork_parent_id".into(), id.to_string());
-    let request = ForkSandbox { count: Some(request.count), metadata: Some(metadata), ttl_seconds };
+    let request =
+        ForkSandbox { count: Some(request.count), metadata: Some(metadata), ttl_seconds, secrets: None };
     let Forked { parent_id, children, timings, .. } = app.api.fork(id, request, once).await?;
     // Of a request that was carried out before, the tree is the one made then.
     let tree_id = children.first().and_then(|child| child.metadata.get(TREE).cloned()).unwrap_or(new_tree);

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
-    guest::GuestLink,
+    guest::{GuestLink, NewIdentity},
     records::TemplateRecord,
     store::{make_dir, tree_bytes},
 };
@@ -159,7 +159,8 @@ impl Inner {
         own: &[String],
         build: &Building,
     ) -> Result<GuestLink> {
-        guest.individualize(Origin::Create, WARM_NAME).await?;
+        let new = NewIdentity { is_bake: true, ..NewIdentity::named(Origin::Create, WARM_NAME) };
+        guest.individualize(new).await?;
         for line in WARM {
             run(&guest, line, BOOT_LIMIT).await?;
         }

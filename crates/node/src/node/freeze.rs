@@ -10,7 +10,7 @@
 use super::{
     Inner,
     machine::{Individual, Place, engine_error},
-    request,
+    request, secrets,
 };
 use crate::{
     admission::Ticket,
@@ -53,8 +53,9 @@ pub(super) struct Pause {
 
 /// Whether the original goes on after the freeze.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum After {
-    GoesOn,
+enum After<'a> {
+    /// These secrets are not in what is frozen; the original has them again.
+    GoesOn(&'a [String]),
     Ends,
 }
 
@@ -65,7 +66,7 @@ impl Inner {
         sandbox: &Sandbox,
         live: &Live,
         image: Image,
-        after: After,
+        after: After<'_>,
         clock: &mut Clock,
     ) -> Result<Taken> {
         // A paused sandbox was frozen in the same order when it was paused.
@@ -78,16 +79,35 @@ impl Inner {
             live.guest.freeze_user().await?;
             clock.lap("freeze_user");
         }
-        let taken = live.machine.freeze(image).await;
+        let out = match after {
+            After::GoesOn([]) | After::Ends => Ok(Vec::new()),
+            After::GoesOn(out) if running => self.take_secrets(&live.guest, out).await,
+            // Nobody in it answers.
+            After::GoesOn(_) => Err(Error::Conflict(format!(
+                "sandbox {} is paused and has secrets that a snapshot must not have: resume it first",
+                sandbox.id
+            ))),
+        };
+        let (taken, out) = match out {
+            Ok(out) => (
+                live.machine
+                    .freeze(image)
+                    .await
+                    .map_err(|error| engine_error("the machine cannot be frozen", error)),
+                out,
+            ),
+            Err(error) => (Err(error), Vec::new()),
+        };
         clock.lap("freeze");
         let mut user_pause = None;
-        if running && (taken.is_err() || after == After::GoesOn) {
+        if running && (taken.is_err() || after != After::Ends) {
+            let put = self.put_secrets(&live.guest, out).await;
             let thawed = live.guest.thaw_user().await;
             user_pause = user_stopped.map(|at| at.elapsed());
             clock.lap("thaw_user");
-            thawed?;
+            thawed.and(put)?;
         }
-        let (frozen, report) = taken.map_err(|error| engine_error("the machine cannot be frozen", error))?;
+        let (frozen, report) = taken?;
         for (step, took) in &report.steps.0 {
             clock.note(&format!("freeze:{step}"), *took);
         }
@@ -167,7 +187,8 @@ impl Inner {
         let record = sandbox.record();
         let dir = self.store.snapshot(id);
         let image = self.image(&dir, record.shape).await?;
-        let taken = self.freeze(sandbox, live, image, After::GoesOn, clock).await?;
+        let out = secrets::not_in_snapshots(&record);
+        let taken = self.freeze(sandbox, live, image, After::GoesOn(&out), clock).await?;
         self.persist(taken.frozen.as_ref()).await?;
         clock.lap("persist");
         let snapshot = SnapshotRecord {
@@ -182,6 +203,7 @@ impl Inner {
             generation: record.generation,
             engine: record.engine,
             metadata: record.metadata,
+            secrets: record.secrets,
         };
         self.records.put_made(vec![snapshot.clone()], once.map(|once| once.made([id]))).await?;
         // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
@@ -209,6 +231,7 @@ impl Inner {
             None => parent.metadata.clone(),
         };
         let ttl_seconds = request::ttl(fork.ttl_seconds, parent.ttl_seconds)?;
+        let (secrets, has) = secrets::of_copy(&parent.secrets, |fates| fates.on_fork, fork.secrets)?;
         let tickets = self.admission.admit(parent.shape, count)?;
         let _room = self.room_for(parent.shape, count)?;
 
@@ -220,6 +243,7 @@ impl Inner {
                 created_at: OffsetDateTime::now_utc(),
                 metadata: metadata.clone(),
                 ttl_seconds,
+                secrets: has.clone(),
                 parent_sandbox_id: Some(parent.id),
                 from_snapshot: None,
                 origin: Origin::Fork,
@@ -241,7 +265,9 @@ impl Inner {
         clock.lap("admit");
 
         let scratch = self.store.scratch();
-        let made = self.fork_into(&sandbox, &live, &scratch, &children, tickets, &mut clock).await;
+        let who = children.iter().map(|child| Individual::of(child, secrets.clone()));
+        let who = who.zip(tickets).collect();
+        let made = self.fork_into(&sandbox, &live, &scratch, &children, who, &mut clock).await;
         drop(verb);
         self.store.remove_or_log(scratch).await;
         let (lives, taken) = match made {
@@ -261,7 +287,7 @@ impl Inner {
         live: &Live,
         scratch: &std::path::Path,
         children: &[SandboxRecord],
-        tickets: Vec<Ticket>,
+        who: Vec<(Individual, Ticket)>,
         clock: &mut Clock,
     ) -> Result<(Vec<(Live, Clock)>, Taken)> {
         let image = self.image(scratch, children[0].shape).await?;
@@ -272,18 +298,17 @@ impl Inner {
             self.vacate_all(places).await;
             return Err(error);
         }
-        let taken = match self.freeze(sandbox, live, image, After::GoesOn, clock).await {
+        let taken = match self.freeze(sandbox, live, image, After::GoesOn(&[]), clock).await {
             Ok(taken) => taken,
             Err(error) => {
                 self.vacate_all(places).await;
                 return Err(error);
             }
         };
-        let thaws = places.into_iter().zip(tickets).zip(children).map(|((place, ticket), child)| {
+        let thaws = places.into_iter().zip(who).map(|(place, (who, ticket))| {
             let mut clock = clock.clone();
             let frozen = Arc::clone(&taken.frozen);
             async move {
-                let who = Individual { origin: Origin::Fork, generation: child.generation };
                 let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
                 Ok((live, clock))
             }

@@ -7,13 +7,14 @@ use crate::{
     admission::Ticket,
     clock::Clock,
     error::{Error, Result},
-    guest::GuestLink,
+    guest::{GuestLink, NewIdentity, Secrets},
+    records::SandboxRecord,
     sandbox::Live,
     store::make_dir,
 };
 use keiki_engine::{EngineError, Frozen, Image, Machine, Resources, Seat};
 use keiki_net::Slot;
-use keiki_types::{Origin, SandboxId};
+use keiki_types::SandboxId;
 use std::{
     sync::{Mutex, PoisonError},
     time::Duration,
@@ -37,10 +38,25 @@ impl Place {
 }
 
 /// Who the machine becomes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Individual {
-    pub origin: Origin,
     pub generation: u64,
+    pub new: NewIdentity,
+}
+
+impl Individual {
+    /// Who this record is of.
+    pub fn of(record: &SandboxRecord, secrets: Secrets) -> Self {
+        let text = |id: Option<String>| id.unwrap_or_default();
+        let new = NewIdentity {
+            id: record.id.to_string(),
+            parent_sandbox_id: text(record.parent_sandbox_id.map(|id| id.to_string())),
+            parent_snapshot_id: text(record.parent_snapshot_id.map(|id| id.to_string())),
+            secrets,
+            ..NewIdentity::named(record.origin, &hostname(record.id))
+        };
+        Self { generation: record.generation, new }
+    }
 }
 
 impl Inner {
@@ -109,7 +125,7 @@ impl Inner {
             clock.note(&step, took);
         }
         clock.lap("thaw");
-        match self.release(id, machine.as_ref(), who, clock).await {
+        match self.release(machine.as_ref(), who, clock).await {
             Ok(guest) => Ok(Live { machine, guest, slot: Mutex::new(Some(slot)), _ticket: ticket }),
             Err(error) => {
                 let error = with_console(error, machine.as_ref()).await;
@@ -120,13 +136,7 @@ impl Inner {
     }
 
     /// The release gate: user processes go on only once the guest acknowledged its new generation.
-    async fn release(
-        &self,
-        id: SandboxId,
-        machine: &dyn Machine,
-        who: Individual,
-        clock: &mut Clock,
-    ) -> Result<GuestLink> {
+    async fn release(&self, machine: &dyn Machine, who: Individual, clock: &mut Clock) -> Result<GuestLink> {
         let socket = machine.agent_socket();
         let connect = GuestLink::connect(&socket, who.generation);
         let guest = tokio::select! {
@@ -139,7 +149,7 @@ impl Inner {
             }
         };
         clock.lap("connect");
-        for (step, took) in guest.individualize(who.origin, &hostname(id)).await? {
+        for (step, took) in guest.individualize(who.new).await? {
             clock.note(&format!("guest:{step}"), took);
         }
         clock.lap("individualize");

@@ -17,6 +17,7 @@ mod machine;
 mod observe;
 mod once;
 pub(crate) mod request;
+mod secrets;
 mod sources;
 mod start;
 mod sweep;

@@ -4,11 +4,12 @@ use super::{
     Inner, Sharing,
     freeze::released_timings,
     machine::{Individual, Place, engine_error},
-    request,
+    request, secrets,
 };
 use crate::{
     clock::Clock,
     error::{Error, Result},
+    guest::Secrets,
     lifecycle::{Decision, Verb},
     once::Once,
     records::{SandboxRecord, SnapshotRecord},
@@ -45,7 +46,10 @@ impl Inner {
                 let snapshot = self.snapshot_record(id).await?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
                 let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
+                let (secrets, has) =
+                    secrets::of_copy(&snapshot.secrets, |fates| fates.on_restore, asked.secrets)?;
                 let record = SandboxRecord {
+                    secrets: has,
                     template: snapshot.template,
                     template_version: snapshot.template_version,
                     shape: snapshot.shape,
@@ -56,7 +60,7 @@ impl Inner {
                 };
                 let frozen = self.load(&dir).await?;
                 clock.lap("load");
-                self.bring_up(record, frozen.as_ref(), None, once, &mut clock).await
+                self.bring_up(record, secrets, frozen.as_ref(), None, once, &mut clock).await
             }
             None => {
                 let name = asked.template.as_deref().unwrap_or("base");
@@ -65,7 +69,10 @@ impl Inner {
                 let (baked, _held) = self.baked(&name).await?;
                 request::shape(&asked, name.as_str(), baked.record.shape)?;
                 let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
+                let (secrets, has) =
+                    secrets::of_copy(&BTreeMap::new(), |fates| fates.on_fork, asked.secrets)?;
                 let record = SandboxRecord {
+                    secrets: has,
                     template: baked.record.name.clone(),
                     template_version: baked.record.version.clone(),
                     shape: baked.record.shape,
@@ -75,7 +82,8 @@ impl Inner {
                 let record =
                     SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
                 clock.lap("admit");
-                let made = self.bring_up(record, baked.frozen.as_ref(), place, once, &mut clock).await;
+                let made =
+                    self.bring_up(record, secrets, baked.frozen.as_ref(), place, once, &mut clock).await;
                 self.refill(&baked);
                 made
             }
@@ -109,6 +117,7 @@ impl Inner {
             slot: None,
             timings: None,
             error: None,
+            secrets: BTreeMap::new(),
         }
     }
 
@@ -116,6 +125,7 @@ impl Inner {
     async fn bring_up(
         self: &Arc<Self>,
         record: SandboxRecord,
+        secrets: Secrets,
         frozen: &dyn Frozen,
         place: Option<Place>,
         once: Option<&Once>,
@@ -147,7 +157,7 @@ impl Inner {
                 None => self.place(record.id, frozen.image()).await?,
             };
             clock.lap("place");
-            let who = Individual { origin: record.origin, generation: record.generation };
+            let who = Individual::of(&record, secrets);
             self.thaw(frozen, place, who, ticket, clock).await
         };
         match made.await {
@@ -216,7 +226,8 @@ impl Inner {
         let frozen = self.load(&source).await?;
         let generation = self.records.generation().await?;
         let place = self.place(record.id, frozen.image()).await?;
-        let who = Individual { origin: Origin::Wake, generation };
+        let woken = SandboxRecord { origin: Origin::Wake, generation, ..record.clone() };
+        let who = Individual::of(&woken, secrets::of_woken(&record));
         let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
         let woken = SandboxRecord {
             status: Status::Running,

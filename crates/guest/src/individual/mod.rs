@@ -1,9 +1,29 @@
-//! Making a copy of a machine a new individual: its own randomness, time and name, before user work goes on.
+//! Making a copy of a machine a new individual before user work goes on. In order:
+//!
+//! ```text
+//!   entropy      credited, and the kernel's generator started anew: all that follows draws from it
+//!   clock        the wall clock of the host
+//!   hostname
+//!   identity     machine ID, DHCP identifiers, seeds, SSH host keys       not for a wake: it is the same machine
+//!   connections  TCP with the outside reset, neighbours and names forgotten
+//!   secrets      those given to this copy, and none it may not have
+//!   generation   /run/keiki/generation, for programs that watch it
+//!   hooks        /etc/keiki/thaw.d
+//! ```
 //!
 //! A copy is known by its generation, a number greater than those of all its ancestors. An order for another
-//! one is refused: it was meant for another machine, or comes late.
+//! one is refused: it was meant for another machine, or comes late. If any step fails there is no
+//! acknowledgement, and the node destroys the copy.
 
-use crate::sys;
+mod connections;
+mod hooks;
+mod identity;
+mod program;
+pub mod secrets;
+
+pub use identity::prepare;
+
+use crate::{log, reaper::Reaper, sys};
 use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
 use rustix::time::{ClockId, Timespec, clock_settime};
 use std::{
@@ -13,7 +33,7 @@ use std::{
         unix::fs::{FileExt, MetadataExt},
     },
     sync::{
-        Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -49,42 +69,101 @@ pub enum IndividualError {
 }
 
 /// Which individual this machine is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Identity {
     generation: AtomicU64,
     /// One order at a time.
-    order: Mutex<()>,
+    order: tokio::sync::Mutex<()>,
+    reaper: Arc<Reaper>,
+}
+
+/// Steps done, and how long each took.
+#[derive(Debug, Default)]
+struct Steps(Vec<StepTime>);
+
+impl Steps {
+    fn note<T>(
+        &mut self,
+        name: &'static str,
+        begin: Instant,
+        result: io::Result<T>,
+    ) -> Result<T, IndividualError> {
+        let done = result.map_err(|error| IndividualError::Step(name, error))?;
+        let micros = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.0.push(StepTime { step: name.to_owned(), micros });
+        Ok(done)
+    }
+
+    fn run<T>(
+        &mut self,
+        name: &'static str,
+        work: impl FnOnce() -> io::Result<T>,
+    ) -> Result<T, IndividualError> {
+        let begin = Instant::now();
+        let result = work();
+        self.note(name, begin, result)
+    }
 }
 
 impl Identity {
+    /// Of generation 0.
+    pub fn new(reaper: Arc<Reaper>) -> Self {
+        Self { generation: AtomicU64::new(0), order: tokio::sync::Mutex::default(), reaper }
+    }
+
     /// The generation; 0 before the first.
     pub fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Carries out an order. Blocks for a moment.
-    pub fn become_new(&self, order: &Individual) -> Result<IndividualAck, IndividualError> {
-        let _one = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Carries out an order.
+    pub async fn become_new(&self, order: &Individual) -> Result<IndividualAck, IndividualError> {
+        let _one = self.order.lock().await;
         let current = self.generation();
         check(order, current)?;
-        let mut steps = vec![];
-        let mut step = |name: &'static str, work: &dyn Fn() -> io::Result<()>| {
-            let begin = Instant::now();
-            work().map_err(|error| IndividualError::Step(name, error))?;
-            let micros = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-            steps.push(StepTime { step: name.to_owned(), micros });
-            Ok(())
-        };
-        step("entropy", &|| entropy(&order.entropy))?;
+        let mut steps = Steps::default();
+        // Here and not on another thread: a few system calls, none of which waits for a disk.
+        steps.run("entropy", || entropy(&order.entropy))?;
         if order.unix_nanos > 0 {
-            step("clock", &|| clock(order.unix_nanos))?;
+            steps.run("clock", || clock(order.unix_nanos))?;
         }
         if !order.hostname.is_empty() {
-            step("hostname", &|| Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
+            steps.run("hostname", || Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
         }
-        step("generation", &|| record(order.generation))?;
+        let mut slow_keys = vec![];
+        if order.is_new {
+            steps.run("machine_id", identity::machine_id)?;
+            steps.run("seeds", identity::seeds)?;
+            let begin = Instant::now();
+            slow_keys = steps.note("host_keys", begin, identity::host_keys(&self.reaper).await)?;
+        }
+        steps.run("connections", || {
+            connections::reset_foreign()?;
+            connections::forget_neighbours()?;
+            connections::forget_names();
+            Ok(())
+        })?;
+        steps.run("secrets", || secrets::renew(&order.secrets, &order.keep_secrets))?;
+        steps.run("generation", || record(order.generation))?;
         self.generation.store(order.generation, Ordering::Release);
-        Ok(IndividualAck { generation: order.generation, steps })
+        if order.run_hooks {
+            let begin = Instant::now();
+            steps.note("hooks", begin, hooks::run(&self.reaper, order).await)?;
+        }
+        self.make_slow_keys(slow_keys);
+        Ok(IndividualAck { generation: order.generation, steps: steps.0 })
+    }
+
+    fn make_slow_keys(&self, kinds: Vec<&'static str>) {
+        if kinds.is_empty() {
+            return;
+        }
+        let reaper = self.reaper.clone();
+        tokio::spawn(async move {
+            if let Err(error) = identity::slow_host_keys(&reaper, &kinds).await {
+                log::line(&format!("SSH host keys: {error}"));
+            }
+        });
     }
 }
 

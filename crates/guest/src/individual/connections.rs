@@ -1,0 +1,239 @@
+//! Connections with the world outside: a copy does not have them, its original does.
+//!
+//! The other end of a TCP connection knows one machine. Two that go on with it would both be answered by resets at best,
+//! and by silence, until a timeout, at worst. So every socket whose other end is outside is disconnected, as
+//! by its own program: `connect` to nothing, which Linux answers with `ECONNRESET` for whoever reads or writes it.
+//! A socket of somebody else's is reached by `pidfd_getfd`. This works because user work is frozen: a program
+//! that waited inside a call has left it, and finds the reset when it goes on.
+//!
+//! What stays inside lives on: loopback, the machine's own address, unix sockets, pipes, listeners.
+
+use crate::{cgroup, exec::signal_all, sys};
+use rustix::{
+    net::{AddressFamily, SocketFlags, SocketType, connect_unspec, socket_with},
+    process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open},
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    os::fd::AsFd,
+    path::Path,
+};
+
+/// More descriptors than a process may have.
+const MAX_FD: i32 = 1 << 20;
+
+/// Resets all TCP connections with peers outside of this machine; returns how many.
+pub fn reset_foreign() -> io::Result<usize> {
+    let processes = cgroup::user_processes();
+    let mut namespaces = BTreeMap::new();
+    for &pid in &processes {
+        if let Ok(name) = fs::read_link(format!("/proc/{pid}/ns/net")) {
+            namespaces.entry(name).or_insert(pid);
+        }
+    }
+    let mut foreign = BTreeSet::new();
+    for pid in namespaces.into_values() {
+        let mut found = vec![];
+        for table in ["tcp", "tcp6"] {
+            // Absent where the kernel has no IPv6, or the process has ended.
+            if let Ok(text) = fs::read_to_string(format!("/proc/{pid}/net/{table}")) {
+                found.extend(text.lines().skip(1).filter_map(connection));
+            }
+        }
+        foreign.extend(outside(&found));
+    }
+    if foreign.is_empty() {
+        return Ok(0);
+    }
+    let mut reset = BTreeSet::new();
+    for pid in processes {
+        reset_in(pid, &foreign, &mut reset)?;
+    }
+    Ok(reset.len())
+}
+
+fn reset_in(pid: i32, foreign: &BTreeSet<u64>, reset: &mut BTreeSet<u64>) -> io::Result<()> {
+    // It may have ended.
+    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return Ok(()) };
+    let mut process = None;
+    for entry in entries.flatten() {
+        let Ok(target) = fs::read_link(entry.path()) else { continue };
+        let Some(inode) = socket_inode(&target).filter(|inode| foreign.contains(inode)) else { continue };
+        if reset.contains(&inode) {
+            continue;
+        }
+        let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        let Some(fd) = number.filter(|fd| (0..MAX_FD).contains(fd)) else { continue };
+        let handle = match &process {
+            Some(handle) => handle,
+            None => {
+                let Some(number) = Pid::from_raw(pid) else { return Ok(()) };
+                process.insert(pidfd_open(number, PidfdFlags::empty())?)
+            }
+        };
+        let socket = pidfd_getfd(handle, fd, PidfdGetfdFlags::empty())?;
+        connect_unspec(&socket)?;
+        reset.insert(inode);
+    }
+    Ok(())
+}
+
+fn socket_inode(target: &Path) -> Option<u64> {
+    target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// A line of `/proc/net/tcp` or `tcp6`: a connection that somebody holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Connection {
+    local: IpAddr,
+    peer: IpAddr,
+    inode: u64,
+}
+
+/// None: not a connection, or nobody's.
+fn connection(line: &str) -> Option<Connection> {
+    const CLOSED: u8 = 7;
+    const TIME_WAIT: u8 = 6;
+    const LISTEN: u8 = 10;
+    let mut words = line.split_ascii_whitespace();
+    let (local, peer, state) = (words.nth(1)?, words.next()?, words.next()?);
+    let state = u8::from_str_radix(state, 16).ok()?;
+    let inode = words.nth(5)?.parse().ok()?;
+    if inode == 0 || matches!(state, CLOSED | TIME_WAIT | LISTEN) {
+        return None;
+    }
+    Some(Connection { local: address(local)?, peer: address(peer)?, inode })
+}
+
+/// `ADDRESS:PORT`, the address in words of four bytes as this machine orders them.
+fn address(text: &str) -> Option<IpAddr> {
+    let hex = text.split_once(':')?.0;
+    let word = |at: usize| u32::from_str_radix(hex.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
+    match hex.len() {
+        8 => Some(Ipv4Addr::from(word(0)?).into()),
+        32 => {
+            let mut all = [0; 16];
+            for (part, at) in all.chunks_exact_mut(4).zip([0, 8, 16, 24]) {
+                part.copy_from_slice(&word(at)?);
+            }
+            Some(Ipv6Addr::from(all).to_canonical())
+        }
+        _ => None,
+    }
+}
+
+/// Inodes of those whose peer is outside: neither loopback, nor an address that this end of some connection has.
+fn outside(all: &[Connection]) -> Vec<u64> {
+    let own: BTreeSet<IpAddr> = all.iter().map(|connection| connection.local).collect();
+    all.iter().filter(|c| !c.peer.is_loopback() && !own.contains(&c.peer)).map(|c| c.inode).collect()
+}
+
+/// Forgets the link addresses of neighbours: they are those of another slot.
+pub fn forget_neighbours() -> io::Result<()> {
+    // Absent where there is no IPv4.
+    let Ok(text) = fs::read_to_string("/proc/net/arp") else { return Ok(()) };
+    let mut socket = None;
+    for line in text.lines().skip(1) {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(Ok(ip)), Some(device)) = (words.next().map(str::parse), words.last()) else { continue };
+        let socket = match &socket {
+            Some(socket) => socket,
+            None => socket.insert(socket_with(
+                AddressFamily::INET,
+                SocketType::DGRAM,
+                SocketFlags::CLOEXEC,
+                None,
+            )?),
+        };
+        match sys::forget_neighbour(socket.as_fd(), ip, device) {
+            // Gone by itself meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// Programs that keep answers of the old slot's name server, and the signal that makes each forget them.
+const CACHES: [(&str, Signal); 2] = [("systemd-resolve", Signal::USR2), ("dnsmasq", Signal::HUP)];
+
+/// Tells programs that cache names to forget them. They do before anything else, once they go on.
+pub fn forget_names() {
+    let processes = cgroup::user_processes();
+    for (name, signal) in CACHES {
+        signal_all(&processes_named(&processes, name), signal);
+    }
+}
+
+/// Those of these processes that run a program of this name.
+pub fn processes_named(processes: &[i32], name: &str) -> Vec<i32> {
+    /// The kernel cuts names at this length.
+    const CUT: usize = 15;
+    let wanted = &name.as_bytes()[..name.len().min(CUT)];
+    let runs =
+        |pid: &i32| fs::read(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_ascii_end() == wanted);
+    processes.iter().copied().filter(runs).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str =
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n";
+
+    fn line(local: &str, peer: &str, state: &str, inode: u64) -> String {
+        format!("   0: {local} {peer} {state} 00000000:00000000 00:00000000 00000000  0 0 {inode} 1 0 0\n")
+    }
+
+    #[test]
+    fn only_connections_that_leave_the_machine_are_outside() {
+        let mapped = "0000000000000000FFFF0000";
+        let text = [
+            HEAD.to_owned(),
+            line("0F02000A:1F90", "01010101:01BB", "01", 1),
+            line("0100007F:1F90", "0100007F:A000", "01", 2),
+            // With the machine's own address.
+            line("0F02000A:1F90", "0F02000A:A000", "01", 3),
+            line("00000000:1F90", "00000000:0000", "0A", 4),
+            line("0F02000A:1F90", "01010101:01BB", "06", 5),
+            line("0F02000A:1F90", "01010101:01BB", "02", 6),
+            // Half closed, and nobody's.
+            line("0F02000A:1F90", "01010101:01BB", "08", 7),
+            line("0F02000A:1F90", "01010101:01BB", "04", 0),
+            line(&format!("{mapped}0F02000A:1F90"), &format!("{mapped}08080808:0050"), "01", 8),
+            line(&format!("{mapped}0100007F:1F90"), &format!("{mapped}0100007F:0050"), "01", 9),
+        ]
+        .concat();
+        let all: Vec<_> = text.lines().skip(1).filter_map(connection).collect();
+        assert_eq!(outside(&all), [1, 6, 7, 8]);
+    }
+
+    #[test]
+    fn lines_that_are_none_are_passed_over() {
+        for odd in ["", "x", "0: zz:1 0100007F:1 01 0 0 0 0 0 5", "0: 0100007F:1 0:1 01 0 0 0 0 0 5"] {
+            assert_eq!(connection(odd), None, "{odd}");
+        }
+        assert_eq!(socket_inode(Path::new("socket:[77]")), Some(77));
+        assert_eq!(socket_inode(Path::new("pipe:[77]")), None);
+    }
+
+    /// On this machine itself: a disconnected socket says that it was reset.
+    #[test]
+    fn a_disconnected_socket_reports_a_reset() {
+        use std::{
+            io::Read,
+            net::{TcpListener, TcpStream},
+        };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        connect_unspec(&client).unwrap();
+        let error = client.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        assert_eq!(server.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+}

@@ -1,0 +1,91 @@
+//! `/etc/keiki/thaw.d`: what the owner of a template wants done in each copy before anybody meets it.
+//!
+//! Executable files, run one after the other in the order of their names, as root, while user work stands still.
+//! One that fails, or all of them taking too long, fails the release: the copy is destroyed and its caller told why.
+
+use super::program;
+use crate::reaper::Reaper;
+use keiki_protocol::guest::Individual;
+use std::{
+    fs, io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const DIRECTORY: &str = "/etc/keiki/thaw.d";
+/// All of them together.
+const LIMIT: Duration = Duration::from_secs(10);
+const MAX: usize = 64;
+
+/// Runs all of them.
+pub async fn run(reaper: &Arc<Reaper>, order: &Individual) -> io::Result<()> {
+    let hooks = find(Path::new(DIRECTORY))?;
+    if hooks.is_empty() {
+        return Ok(());
+    }
+    let env = [
+        ("KEIKI_REASON", order.reason.clone()),
+        ("KEIKI_GENERATION", order.generation.to_string()),
+        ("KEIKI_SANDBOX_ID", order.sandbox_id.clone()),
+        ("KEIKI_PARENT_SANDBOX_ID", order.parent_sandbox_id.clone()),
+        ("KEIKI_PARENT_SNAPSHOT_ID", order.parent_snapshot_id.clone()),
+    ];
+    let begin = Instant::now();
+    for hook in hooks {
+        let name = hook.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let ended = program::run(reaper, &hook, vec![], &env, LIMIT.saturating_sub(begin.elapsed()))
+            .await
+            .map_err(|error| io::Error::new(error.kind(), format!("hook {name}: {error}")))?;
+        if ended.code != 0 {
+            return Err(io::Error::other(format!("hook {name} ended with {}: {}", ended.code, ended.said)));
+        }
+    }
+    Ok(())
+}
+
+/// Files that may be executed, by name. Hidden ones and those that editors and package tools leave are passed over.
+fn find(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(error) => return Err(error),
+    };
+    let mut found = vec![];
+    for entry in entries {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_leftover = name.starts_with('.') || name.ends_with('~') || name.contains(".dpkg-");
+        let meta = fs::metadata(&path)?;
+        if !is_leftover && meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
+            found.push(path);
+        }
+        if found.len() > MAX {
+            return Err(io::Error::other(format!("more than {MAX} hooks in {}", directory.display())));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn executable_files_are_found_in_the_order_of_their_names() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(find(&directory.path().join("none")).unwrap().is_empty());
+        for (name, mode) in
+            [("20-b", 0o755), ("10-a", 0o700), ("README", 0o644), (".x", 0o755), ("9~", 0o755)]
+        {
+            let path = directory.path().join(name);
+            fs::write(&path, "").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        fs::create_dir(directory.path().join("30-dir")).unwrap();
+        let names: Vec<_> = find(directory.path()).unwrap();
+        assert_eq!(names, ["10-a", "20-b"].map(|name| directory.path().join(name)));
+    }
+}

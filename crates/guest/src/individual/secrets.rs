@@ -1,0 +1,159 @@
+//! `/run/keiki/secrets`: files in memory that a caller gave to one sandbox, each for one user to read.
+//!
+//! A secret that must not be in a stored copy leaves the machine around the freeze: its bytes are overwritten where they
+//! lie, and written again afterwards, into the same file, so that whoever has it open or mapped does not notice. What a
+//! program has copied elsewhere is that program's.
+
+use crate::users;
+use keiki_protocol::guest::Secret;
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read},
+    os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, fchown},
+    path::{Path, PathBuf},
+};
+
+const DIRECTORY: &str = "/run/keiki/secrets";
+const MAX: usize = 64;
+const MAX_BYTES: u64 = 64 << 10;
+const MAX_NAME: usize = 64;
+
+/// Gives the machine these secrets; of those it has, only `keep` stay.
+pub fn renew(give: &[Secret], keep: &[String]) -> io::Result<()> {
+    renew_in(Path::new(DIRECTORY), give, keep)
+}
+
+fn renew_in(directory: &Path, give: &[Secret], keep: &[String]) -> io::Result<()> {
+    for name in names(directory)? {
+        let is_given = give.iter().any(|secret| secret.name == name);
+        if is_given || !keep.contains(&name) {
+            let path = directory.join(name);
+            wipe(&OpenOptions::new().read(true).write(true).open(&path)?)?;
+            fs::remove_file(path)?;
+        }
+    }
+    for secret in give {
+        put(directory, secret)?;
+    }
+    Ok(())
+}
+
+/// Takes these secrets out of the machine. Those it does not have are passed over.
+pub fn take(wanted: &[String]) -> io::Result<Vec<Secret>> {
+    take_in(Path::new(DIRECTORY), wanted)
+}
+
+fn take_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Secret>> {
+    let mut taken = vec![];
+    for name in names(directory)?.into_iter().filter(|name| wanted.contains(name)) {
+        let file = OpenOptions::new().read(true).write(true).open(directory.join(&name))?;
+        let mut value = vec![];
+        (&file).take(MAX_BYTES).read_to_end(&mut value)?;
+        wipe(&file)?;
+        taken.push(Secret { name, value: value.into(), owner: String::new() });
+    }
+    Ok(taken)
+}
+
+/// Writes secrets that were taken back into their files.
+pub fn put_back(secrets: &[Secret]) -> io::Result<()> {
+    put_back_in(Path::new(DIRECTORY), secrets)
+}
+
+fn put_back_in(directory: &Path, secrets: &[Secret]) -> io::Result<()> {
+    for secret in secrets {
+        let path = path(directory, &secret.name)?;
+        OpenOptions::new().write(true).open(path)?.write_all_at(&secret.value, 0)?;
+    }
+    Ok(())
+}
+
+fn names(directory: &Path) -> io::Result<Vec<String>> {
+    match fs::read_dir(directory) {
+        Ok(entries) => entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
+        Err(error) => Err(error),
+    }
+}
+
+/// Zeroes where the bytes lie.
+fn wipe(file: &File) -> io::Result<()> {
+    let len = file.metadata()?.len().min(MAX_BYTES);
+    file.write_all_at(&vec![0; usize::try_from(len).unwrap_or(0)], 0)
+}
+
+fn put(directory: &Path, secret: &Secret) -> io::Result<()> {
+    let path = path(directory, &secret.name)?;
+    if secret.value.len() as u64 > MAX_BYTES {
+        return Err(io::Error::other(format!("secret {} has more than {MAX_BYTES} bytes", secret.name)));
+    }
+    match fs::DirBuilder::new().mode(0o711).create(directory) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    if names(directory)?.len() >= MAX {
+        return Err(io::Error::other(format!("more than {MAX} secrets")));
+    }
+    let owner = users::lookup(&secret.owner).map_err(io::Error::other)?;
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o400).open(path)?;
+    fchown(&file, Some(owner.uid), Some(owner.gid))?;
+    file.write_all_at(&secret.value, 0)
+}
+
+/// A plain name, as an environment variable or a file would have it.
+fn path(directory: &Path, name: &str) -> io::Result<PathBuf> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
+    if name.is_empty() || name.len() > MAX_NAME || name.starts_with('.') || !name.bytes().all(fits) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name for a secret")));
+    }
+    Ok(directory.join(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(name: &str, value: &str) -> Secret {
+        Secret { name: name.into(), value: value.as_bytes().to_vec().into(), owner: String::new() }
+    }
+
+    #[test]
+    fn only_what_is_kept_or_given_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path().join("secrets");
+        renew_in(&at, &[secret("a", "1"), secret("b", "2"), secret("c", "3")], &[]).unwrap();
+        renew_in(&at, &[secret("b", "new")], &["a".into()]).unwrap();
+        let mut left = names(&at).unwrap();
+        left.sort();
+        assert_eq!(left, ["a", "b"]);
+        assert_eq!(fs::read(at.join("b")).unwrap(), b"new");
+        renew_in(&at, &[], &[]).unwrap();
+        assert!(names(&at).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_taken_secret_is_zeroes_until_it_is_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path();
+        renew_in(at, &[secret("a", "hush"), secret("b", "loud")], &[]).unwrap();
+        let open = File::open(at.join("a")).unwrap();
+        let taken = take_in(at, &["a".into(), "none".into()]).unwrap();
+        assert_eq!(taken, [secret("a", "hush")]);
+        let mut seen = [1; 4];
+        open.read_exact_at(&mut seen, 0).unwrap();
+        assert_eq!(seen, [0; 4]);
+        put_back_in(at, &taken).unwrap();
+        open.read_exact_at(&mut seen, 0).unwrap();
+        assert_eq!(&seen, b"hush");
+        assert_eq!(fs::read(at.join("b")).unwrap(), b"loud");
+    }
+
+    #[test]
+    fn names_that_reach_elsewhere_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        for name in ["", "..", ".x", "a/b", "a\0", &"x".repeat(65)] {
+            let error = renew_in(directory.path(), &[secret(name, "")], &[]).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{name:?}");
+        }
+    }
+}
