@@ -3,7 +3,7 @@
 PREFIX ?= /usr/local
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench setup build install check fmt doc clean
+.PHONY: help demo test test-all bench bench-vmm setup build install check fmt doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,6 +19,9 @@ test-all: ## the long tests too
 
 bench: ## measure this machine into bench.json
 	@scripts/bench.sh
+
+bench-vmm: ## measure our monitor's fork, with a guest of a few bytes, into bench-vmm.json
+	@KEIKI_BENCH_VMM=$(CURDIR)/bench-vmm.json cargo bench --locked -p keiki-vmm --bench monitor
 
 setup: ## install what building and running needs (Debian, root)
 	@scripts/setup.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds keiki and the guest agent. The guest is static: it runs as PID 1 of any root disk.
+# Builds keiki, its monitor and the guest agent. The guest is static: it runs as PID 1 of any root disk.
 #
 #   scripts/build.sh          what users run, into target/keiki/
 #   scripts/build.sh dev      what tests run, into target/keiki-dev/: quicker to build, slower to run
@@ -26,13 +26,15 @@ case $KIND in
 guest) put "$OUT" "$GUEST" ;;
 dev)
     put "$OUT_DEV" "$GUEST"
-    cargo build --locked -p keiki-cli --target-dir "$TARGET"
+    cargo build --locked -p keiki-cli -p keiki-vmm --target-dir "$TARGET"
     put "$OUT_DEV" "$TARGET/debug/keiki"
+    put "$OUT_DEV" "$TARGET/debug/keiki-vmm"
     ;;
 release)
     put "$OUT" "$GUEST"
-    cargo build --locked --release -p keiki-cli --target-dir "$TARGET"
+    cargo build --locked --release -p keiki-cli -p keiki-vmm --target-dir "$TARGET"
     put "$OUT" "$TARGET/release/keiki"
+    put "$OUT" "$TARGET/release/keiki-vmm"
     ;;
 *) die "no build $KIND: release, dev or guest" ;;
 esac

@@ -19,7 +19,7 @@ STATE=$ROOT/.keiki
 # Kernels and root disks, shared by demo, tests and benchmarks.
 export KEIKI_IMAGE_CACHE=${KEIKI_IMAGE_CACHE:-$STATE/cache}
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
-# What scripts/build.sh leaves: keiki and keiki-guest.
+# What scripts/build.sh leaves: keiki, keiki-vmm and keiki-guest.
 OUT=$TARGET/keiki
 # What tests run.
 OUT_DEV=$TARGET/keiki-dev

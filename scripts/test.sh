@@ -6,7 +6,7 @@
 #   KEIKI_TEST_ALL=1         the long ones too
 . "$(dirname "$0")/lib.sh"
 
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e sdk)
+STAGES=(setup fmt tidy deny clippy unit build template guests e2e conformance sdk)
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -30,6 +30,9 @@ stage_unit() { run_tests --workspace --exclude keiki-e2e; }
 
 # The parts that every real guest needs, made once and shared by all tests.
 stage_template() {
+    # Its output is kept apart: others read from this stage's which parts there are.
+    quietly code-interpreter cargo run --locked -q -p keiki-image --example build -- \
+        "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" code-interpreter
     cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
     KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE cargo test --locked -q -p keiki-image --test build
 }
@@ -44,7 +47,7 @@ stage_guests() {
     mkdir -p "$package/boot"
     cp "$kernel" "$package/boot/vmlinuz-test"
     ln -sfn "$(dirname "$kernel")/lib" "$package/lib"
-    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store \
+    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store KEIKI_TEST_VMM=$OUT_DEV/keiki-vmm \
         cargo test --locked -p keiki-engine --tests -- --test-threads 2
     KEIKI_TEST_KERNEL=$kernel KEIKI_TEST_INITRD=$(awk '$1 == "initramfs" { print $2 }' "$parts") \
         KEIKI_TEST_DISK=$(awk '$1 == "rootfs" && $2 ~ "^/" { print $2 }' "$parts") TMPDIR=$store \
@@ -64,18 +67,34 @@ with_reflinks() {
 
 # One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
-    KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
+    ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
         cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
+}
+
+# The committed document against a live node: 75 seconds of it, or ten minutes.
+stage_conformance() {
+    local schemathesis=$STATE/venv-conformance/bin/schemathesis
+    if ! "$schemathesis" --version >/dev/null 2>&1; then
+        rm -rf "$STATE/venv-conformance"
+        python3 -m venv "$STATE/venv-conformance"
+        "$STATE/venv-conformance/bin/pip" install -q --disable-pip-version-check schemathesis
+    fi
+    start_node conformance "$OUT_DEV"
+    "$OUT_DEV/keiki" template build base
+    python3 openapi/conformance/run.py "$schemathesis" "$KEIKI_URL" ${KEIKI_TEST_ALL:+600}
+    stop_node
 }
 
 stage_sdk() {
     [ -d sdk/python ] || { say "skipped: sdk/python is not there"; return 0; }
     local python=$STATE/venv/bin/python
-    if ! "$python" -c 'import pytest' 2>/dev/null; then
+    if ! "$python" -c 'import pytest, httpx, mypy, ruff' 2>/dev/null; then
         rm -rf "$STATE/venv"
         python3 -m venv "$STATE/venv"
-        "$python" -m pip install -q --disable-pip-version-check pytest
+        "$python" -m pip install -q --disable-pip-version-check pytest httpx mypy ruff
     fi
+    "$python" -m ruff check -q sdk/python
+    "$python" -m ruff format -q --check sdk/python
     KEIKI_BIN=$OUT_DEV/keiki KEIKI_GUEST=$OUT_DEV/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
 }
 

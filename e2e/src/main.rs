@@ -29,7 +29,9 @@ use std::{
 };
 
 /// No test may take longer.
-const TEST_LIMIT: Duration = Duration::from_secs(180);
+const TEST_LIMIT: Duration = Duration::from_secs(300);
+/// In a long run.
+const LONG_TEST_LIMIT: Duration = Duration::from_secs(3600);
 
 /// What every test gets.
 pub struct World {
@@ -64,18 +66,21 @@ async fn run() -> Result<bool> {
     let places = Places::from_env()?;
     let begun = Instant::now();
     let names = names::serve().await?.to_string();
-    let node = Node::start(&places, Options::named("shared").with(&["--dns", &names])).await?;
+    let own = tests::templates::own(&places)?;
+    let options = Options::named("shared").with(&["--dns", &names, "--templates-dir", &own]);
+    let node = Node::start(&places, options).await?;
     node.bake().await?;
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });
 
+    let limit = if std::env::var_os("KEIKI_E2E_LONG").is_some() { LONG_TEST_LIMIT } else { TEST_LIMIT };
     let (mut passed, mut failed) = (0, Vec::new());
     for (name, test) in chosen {
         let begun = Instant::now();
-        let run = AssertUnwindSafe(tokio::time::timeout(TEST_LIMIT, test(Arc::clone(&world)))).catch_unwind();
+        let run = AssertUnwindSafe(tokio::time::timeout(limit, test(Arc::clone(&world)))).catch_unwind();
         let outcome = match run.await {
             Ok(Ok(done)) => done,
-            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", TEST_LIMIT.as_secs())),
+            Ok(Err(_)) => Err(anyhow::anyhow!("it took longer than {} s", limit.as_secs())),
             Err(_) => Err(anyhow::anyhow!("it panicked")),
         };
         let took = begun.elapsed().as_secs_f64();

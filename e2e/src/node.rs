@@ -49,14 +49,15 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
-    /// The command line.
-    pub fn keiki(&self) -> PathBuf {
-        self.bin.join("keiki")
+    /// A program under test.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
     }
 
     /// A small file for a test; returns its path.
     pub fn file(&self, name: &str, contents: &str) -> Result<String> {
         let path = self.root.join(name);
+        fs::create_dir_all(path.parent().unwrap_or(&path))?;
         fs::write(&path, contents)?;
         Ok(path.to_string_lossy().into_owned())
     }
@@ -133,11 +134,11 @@ impl Node {
         // What a failed run left would be found again.
         match fs::remove_dir_all(places.root.join(&options.name)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Self::spawn(places, options).await,
+            _ => Self::spawn(places, options, None).await,
         }
     }
 
-    async fn spawn(places: &Places, options: Options) -> Result<Self> {
+    async fn spawn(places: &Places, options: Options, fail: Option<&str>) -> Result<Self> {
         let home = places.root.join(&options.name);
         let (data, run) = (home.join("data"), home.join("run"));
         fs::create_dir_all(&home)?;
@@ -157,6 +158,7 @@ impl Node {
             .arg(places.bin.join("keiki-guest"))
             .args(["--slot-range", &format!("{range}.0.0/16")])
             .args(&options.extra)
+            .envs(fail.map(|fail| ("KEIKI_FAIL", fail)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(log)
@@ -187,14 +189,29 @@ impl Node {
 
     /// Kills the daemon as a crash would.
     pub async fn kill(&mut self) -> Result<()> {
-        self.child.start_kill()?;
-        self.child.wait().await?;
+        if self.child.try_wait()?.is_none() {
+            self.child.start_kill()?;
+            self.child.wait().await?;
+        }
         Ok(())
     }
 
     /// Starts the daemon again after [`Node::kill`].
     pub async fn restart(&self) -> Result<Self> {
-        Self::spawn(&self.places, self.options.clone()).await
+        self.restart_failing(None).await
+    }
+
+    /// Starts it again, to die at a step: `VERB:N`.
+    pub async fn restart_failing(&self, fail: Option<&str>) -> Result<Self> {
+        Self::spawn(&self.places, self.options.clone(), fail).await
+    }
+
+    /// Has the daemon ended by itself, or does it within this time?
+    pub async fn has_died(&mut self, limit: Duration) -> Result<bool> {
+        match tokio::time::timeout(limit, self.child.wait()).await {
+            Ok(ended) => ended.map(|_| true).map_err(Into::into),
+            Err(_) => Ok(self.child.try_wait()?.is_some()),
+        }
     }
 
     /// Deletes all sandboxes and snapshots.
@@ -213,9 +230,7 @@ impl Node {
         let mut traces = Traces::default();
         for entry in fs::read_dir("/proc")? {
             let Ok(pid) = entry?.file_name().to_string_lossy().parse::<u32>() else { continue };
-            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            if line.contains(&data) && line.contains("qemu-system") {
+            if holds(pid, &data) {
                 traces.monitors.push(pid);
             }
         }
@@ -230,17 +245,14 @@ impl Node {
     pub fn has_monitor(&self, id: keiki_types::SandboxId) -> Result<bool> {
         let mark = id.to_string().replace('-', "");
         let pids = self.traces()?.monitors;
-        Ok(pids.iter().any(|pid| {
-            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            String::from_utf8_lossy(&line).contains(&mark)
-        }))
+        Ok(pids.iter().any(|pid| holds(*pid, &mark)))
     }
 
     /// Host ends of this node's slots, by their addresses.
     fn links(&self) -> Result<usize> {
         let shown = std::process::Command::new("ip").args(["-o", "-4", "addr"]).output()?;
         let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-        Ok(shown.matches(&format!(" {}.", self.range)).count())
+        Ok(shown.lines().filter(|line| line.contains(&format!(" {}.", self.range))).count())
     }
 
     /// The last lines the node logged.
@@ -299,6 +311,25 @@ pub struct Traces {
     pub namespaces: usize,
     /// Directories of machines.
     pub sandboxes: usize,
+}
+
+/// Is this a monitor that was started for, or has opened or mapped, something whose path contains `mark`? One that was
+/// forked off another still has the other's command line.
+fn holds(pid: u32, mark: &str) -> bool {
+    let text = |name: &str| {
+        let bytes = fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).replace('\0', " ")
+    };
+    let line = text("cmdline");
+    if line.contains("qemu-system") {
+        return line.contains(mark);
+    }
+    let open = || {
+        let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        files.filter_map(|file| fs::read_link(file.path()).ok())
+    };
+    text("comm").trim() == "keiki-vmm"
+        && (open().any(|path| path.to_string_lossy().contains(mark)) || text("maps").contains(mark))
 }
 
 fn tail(log: &Path) -> String {

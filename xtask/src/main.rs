@@ -1,17 +1,29 @@
 //! Chores of this repository, run as `cargo xtask CHORE`.
 
+mod lab;
 mod tidy;
 
-use anyhow::{Result, bail};
-use std::process::ExitCode;
+use anyhow::{Context, Result, bail};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 const USAGE: &str =
-    "usage: cargo xtask tidy    what rustc and clippy do not check; see xtask/src/tidy/mod.rs";
+    "usage: cargo xtask tidy              what rustc and clippy do not check; see xtask/src/tidy/mod.rs
+       cargo xtask lab [--] COMMAND...  runs a command in a machine with KVM; see xtask/src/lab/mod.rs";
 
 fn main() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
-        ["tidy"] => tidy::run(),
+    match args.split_first() {
+        Some((chore, [])) if chore == "tidy" => tidy::run(),
+        Some((chore, rest)) if chore == "lab" => lab::run(rest),
         _ => bail!("{USAGE}"),
     }
+}
+
+/// The workspace's directory.
+fn root() -> Result<PathBuf> {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().map(Path::to_owned).context("xtask is not in a workspace")
 }

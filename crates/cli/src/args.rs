@@ -64,6 +64,16 @@ pub enum Command {
     Inspect(cmd::inspect::Args),
     /// Show the log of a sandbox
     Logs(cmd::logs::Args),
+    /// Show what happened to sandboxes
+    Events(cmd::events::Args),
+    /// Show what sandboxes use: CPU and memory, live
+    Top(cmd::top::Args),
+    /// List the ports that something in a sandbox listens on
+    Ports(cmd::ports::Args),
+    /// Print a link to a port of a sandbox, for a browser
+    Url(cmd::url::Args),
+    /// Open a port of a sandbox in a browser
+    Open(cmd::url::Args),
     /// Stop the vCPUs of sandboxes, keep them in memory
     Pause(cmd::pause::Args),
     /// Let paused sandboxes go on
@@ -177,6 +187,10 @@ mod tests {
             &["snapshots", "rm"],
             &["template", "build"],
             &["ls", "-o", "yaml"],
+            &["events", "-n", "0"],
+            &["url", "abcd", "0"],
+            &["open", "abcd"],
+            &["top", "--interval", "0"],
         ] {
             assert!(parse(line).is_err(), "{line:?}");
         }

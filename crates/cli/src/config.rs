@@ -6,6 +6,7 @@
 
 use crate::{env, exit::Failure};
 use keiki_client::EngineKind;
+use keiki_node::Sharing;
 use serde::Deserialize;
 use std::{
     io,
@@ -16,6 +17,8 @@ use std::{
 const DEFAULTS: &str = include_str!("../default-config.toml");
 const SYSTEM_FILE: &str = "/etc/keiki/keiki.toml";
 const GUEST: &str = "keiki-guest";
+/// The monitor of engine `kvm`.
+pub const VMM: &str = "keiki-vmm";
 
 /// What the user typed.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -44,9 +47,18 @@ pub struct NodeArgs {
     /// The guest agent's binary [default: beside this program or in ../lib/keiki]
     #[arg(long, value_name = "FILE")]
     pub guest_binary: Option<PathBuf>,
+    /// The monitor of engine kvm, keiki-vmm [default: beside this program or in ../lib/keiki]
+    #[arg(long, value_name = "FILE")]
+    pub vmm_binary: Option<PathBuf>,
+    /// Among whom sandboxes share memory at most until they write it [default: node]
+    #[arg(long, value_enum)]
+    pub sharing_scope: Option<Scope>,
     /// Where kernels and root disks made from packages are kept [default: in the data directory]
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
+    /// Where templates of your own are, NAME.toml each [default: /etc/keiki/templates]
+    #[arg(long, value_name = "DIR")]
+    pub templates_dir: Option<PathBuf>,
     /// Size of the store's own file system, where one has to be made [default: half of what is free, 4 to 64]
     #[arg(long, value_name = "GIB")]
     pub store_gib: Option<u64>,
@@ -59,6 +71,9 @@ pub struct NodeArgs {
     /// Private network that sandboxes may reach, as a CIDR; may be given several times
     #[arg(long, value_name = "NETWORK")]
     pub egress_allow: Vec<String>,
+    /// Domain of previews, whose names lead to this node [default: localhost]
+    #[arg(long, value_name = "DOMAIN")]
+    pub preview_suffix: Option<String>,
     /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
     #[arg(long, value_name = "ADDRESS")]
     pub dns: Vec<SocketAddr>,
@@ -77,10 +92,22 @@ pub struct NodeArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// The own monitor, on KVM (not part of this build)
+    /// The own monitor, on KVM
     Kvm,
     /// QEMU, software emulation
     Qemu,
+}
+
+/// Among whom memory is shared, as typed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Scope {
+    /// Sandboxes of one template on the whole node, of one snapshot within its workspace
+    Node,
+    /// Only within a workspace
+    Workspace,
+    /// Each sandbox has its own copy
+    None,
 }
 
 /// How the log is written.
@@ -104,11 +131,15 @@ struct File {
     engine: Option<Engine>,
     slot_range: Option<String>,
     guest_binary: Option<PathBuf>,
+    vmm_binary: Option<PathBuf>,
+    sharing_scope: Option<Scope>,
     cache_dir: Option<PathBuf>,
+    templates_dir: Option<PathBuf>,
     store_gib: Option<u64>,
     memory_limit_mib: Option<u64>,
     seats_ahead: Option<usize>,
     egress_allow: Option<Vec<String>>,
+    preview_suffix: Option<String>,
     dns: Option<Vec<SocketAddr>>,
     ephemeral: Option<bool>,
     log_format: Option<LogFormat>,
@@ -148,8 +179,14 @@ impl NodeArgs {
         };
         let guest_binary = match self.guest_binary.or(file.guest_binary).or(defaults.guest_binary) {
             Some(path) => path,
-            None => find_guest(exe)?,
+            None => find(exe, GUEST).map_err(|[lib, beside]| {
+                Failure::Usage(format!(
+                    "the guest agent is neither {lib} nor {beside}: say where with --guest-binary"
+                ))
+            })?,
         };
+        let vmm_binary = self.vmm_binary.or(file.vmm_binary).or(defaults.vmm_binary).or(find(exe, VMM).ok());
+        let sharing = need("sharing_scope", self.sharing_scope, file.sharing_scope, defaults.sharing_scope)?;
         let node = keiki_node::Config {
             data_dir: need("data_dir", self.data_dir, file.data_dir, defaults.data_dir)?,
             run_dir: need("run_dir", self.run_dir, file.run_dir, defaults.run_dir)?,
@@ -159,13 +196,26 @@ impl NodeArgs {
                 Engine::Kvm => EngineKind::Kvm,
                 Engine::Qemu => EngineKind::Qemu,
             }),
+            vmm_binary,
+            sharing: match sharing {
+                Scope::Node => Sharing::Node,
+                Scope::Workspace => Sharing::Workspace,
+                Scope::None => Sharing::None,
+            },
             slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
             guest_binary,
             cache_dir: self.cache_dir.or(file.cache_dir).or(defaults.cache_dir),
+            templates_dir: self.templates_dir.or(file.templates_dir).or(defaults.templates_dir),
             store_gib: self.store_gib.or(file.store_gib).or(defaults.store_gib),
             memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
             seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
             egress_allow: listed(self.egress_allow, file.egress_allow, defaults.egress_allow),
+            preview_suffix: need(
+                "preview_suffix",
+                self.preview_suffix,
+                file.preview_suffix,
+                defaults.preview_suffix,
+            )?,
             dns: listed(self.dns, file.dns, defaults.dns),
             ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
         };
@@ -206,16 +256,12 @@ fn read_keys(path: &Path) -> Result<Vec<String>, Failure> {
     Ok(keys)
 }
 
-fn find_guest(exe: &Path) -> Result<PathBuf, Failure> {
+/// One of our programs: where an installation has it, or beside this one. Otherwise where it was looked for.
+pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
     let dir = exe.parent().unwrap_or(Path::new("/"));
-    let places = [dir.join("../lib/keiki").join(GUEST), dir.join(GUEST)];
+    let places = [dir.join("../lib/keiki").join(name), dir.join(name)];
     let found = places.iter().find(|path| path.is_file());
-    found.cloned().ok_or_else(|| {
-        let [lib, beside] = places.map(|path| path.display().to_string());
-        Failure::Usage(format!(
-            "the guest agent is neither {lib} nor {beside}: say where with --guest-binary"
-        ))
-    })
+    found.cloned().ok_or_else(|| places.map(|path| path.display().to_string()))
 }
 
 #[cfg(test)]
@@ -231,8 +277,8 @@ mod tests {
         assert_eq!(defaults.listen.as_deref(), Some("127.0.0.1:7777"));
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
-        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary log_format cache_dir store_gib \
-                    memory_limit_mib seats_ahead egress_allow dns ephemeral";
+        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
+                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {

@@ -12,7 +12,7 @@ pub type Outcome = Result<i32, Failure>;
 pub enum ExitCode {
     /// Done.
     Success = 0,
-    /// `doctor` found a problem.
+    /// `doctor` found a problem, or `bench --compare` something worse.
     Problems = 1,
     /// The time given with `--timeout` was up, or the guest did not answer in time.
     Timeout = 124,
@@ -24,7 +24,7 @@ pub enum ExitCode {
 pub const TABLE: &str = "\
 Exit codes:
   0        done
-  1        `doctor` found a problem
+  1        `doctor` found a problem; `bench --compare` found something worse
   124      the time given with --timeout was up, or the guest did not answer in time
   125      keiki itself failed: wrong arguments, no node, a refusal, a broken connection
   128+n    keiki was ended by signal n (130: Ctrl-C)

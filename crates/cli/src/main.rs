@@ -64,9 +64,7 @@ fn complain(out: Printer, failure: &Failure) {
     {
         out.note("the end of the guest's console:");
         for line in console.lines() {
-            // A guest's text must not drive the terminal it is shown on.
-            let plain: String = line.chars().filter(|c| !c.is_control()).collect();
-            out.note(&format!("  | {plain}"));
+            out.note(&format!("  | {}", text::plain(line)));
         }
     }
     out.note(&format!("keiki: {}", failure.sentence()));
@@ -97,6 +95,11 @@ async fn run(cli: Cli) -> Outcome {
         Command::Ls(args) => cmd::ls::run(context, args).await,
         Command::Inspect(args) => cmd::inspect::run(context, args).await,
         Command::Logs(args) => cmd::logs::run(context, args).await,
+        Command::Events(args) => cmd::events::run(context, args).await,
+        Command::Top(args) => cmd::top::run(context, args).await,
+        Command::Ports(args) => cmd::ports::run(context, args).await,
+        Command::Url(args) => cmd::url::run(context, args).await,
+        Command::Open(args) => cmd::url::open(context, args).await,
         Command::Pause(args) => cmd::pause::run(context, args).await,
         Command::Resume(args) => cmd::resume::run(context, args).await,
         Command::Hibernate(args) => cmd::hibernate::run(context, args).await,

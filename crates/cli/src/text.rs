@@ -33,6 +33,11 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
+/// A guest's text, on one line: it must not drive the terminal it is shown on.
+pub fn plain(said: &str) -> String {
+    said.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
 /// `12.3`, or `-`.
 pub fn ms(value: Option<f64>) -> String {
     value.map_or_else(|| "-".into(), |ms| format!("{ms:.1}"))

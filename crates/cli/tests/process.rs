@@ -65,3 +65,48 @@ fn version_and_doctor_need_no_node_and_speak_json() {
         assert_eq!(check["ok"] == "ok", check["remedy"] == "", "every problem has a remedy: {check}");
     }
 }
+
+/// A report of one metric with this median.
+fn report(dir: &std::path::Path, name: &str, median: f64) -> String {
+    let path = dir.join(name);
+    let result = format!(
+        r#"{{"name": "kill", "params": {{}}, "n": 3, "p50": {median}, "p90": {median}, "p99": {median}, "unit": "ms"}}"#
+    );
+    let machine = r#"{"cpu": "x", "cores": 2, "ram_mib": 3, "kernel": "6"}"#;
+    let report = format!(r#"{{"machine": {machine}, "engine": "qemu", "results": [{result}]}}"#);
+    std::fs::write(&path, report).unwrap();
+    path.to_string_lossy().into_owned()
+}
+
+#[test]
+fn a_benchmark_that_became_worse_ends_with_1() {
+    let dir = tempfile::tempdir().unwrap();
+    let (old, new) = (report(dir.path(), "old.json", 10.0), report(dir.path(), "new.json", 14.0));
+    let compared = |from: &str, with: &str, more: &[&str]| {
+        let output = keiki(&[&["bench", "--from", from, "--compare", with][..], more].concat());
+        (output.status.code(), text(&output.stdout))
+    };
+    let (code, said) = compared(&new, &old, &[]);
+    assert_eq!(code, Some(1));
+    assert!(said.contains("1.40") && said.contains("worse"), "{said}");
+    assert_eq!(compared(&new, &old, &["--threshold", "1.5"]).0, Some(0));
+    let (code, said) = compared(&old, &new, &["-o", "json"]);
+    assert_eq!(code, Some(0));
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(
+        (&said["comparison"][0]["verdict"], &said["results"][0]["p50"]),
+        (&"better".into(), &10.0.into())
+    );
+
+    let chart = dir.path().join("chart.svg");
+    let drawn = keiki(&["bench", "--from", &new, "--chart", &chart.to_string_lossy()]);
+    assert_eq!(drawn.status.code(), Some(0));
+    assert!(std::fs::read_to_string(chart).unwrap().contains("kill"));
+    let page = text(&keiki(&["bench", "--from", &new, "--markdown"]).stdout);
+    assert!(page.ends_with("|---|\n| kill |  | 3 | 14.0 | 14.0 | 14.0 | ms |\n"), "{page}");
+    for (wrong, named) in [("/no/such.json", "No such file"), ("Cargo.toml", "is no report")] {
+        let output = keiki(&["bench", "--from", wrong]);
+        assert_eq!(output.status.code(), Some(125));
+        assert!(text(&output.stderr).contains(named), "{}", text(&output.stderr));
+    }
+}

@@ -20,9 +20,11 @@
 //!   a timeout where you want one; dropping a call or a stream is the way to cancel it.
 
 mod error;
+mod events;
 mod exec;
 mod execs;
 mod files;
+mod ports;
 mod pty;
 mod retry;
 mod sandboxes;

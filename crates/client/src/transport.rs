@@ -21,6 +21,7 @@ pub struct Client {
     http: reqwest::Client,
     pub(crate) base: Arc<str>,
     pub(crate) api_key: Option<Arc<str>>,
+    request_key: Option<Arc<str>>,
     retry_budget: Duration,
     on_retry: Option<OnRetry>,
 }
@@ -49,6 +50,7 @@ impl Client {
             http,
             base: base.into(),
             api_key: None,
+            request_key: None,
             retry_budget: Duration::from_secs(60),
             on_retry: None,
         })
@@ -58,6 +60,14 @@ impl Client {
     #[must_use]
     pub fn with_api_key(mut self, key: &str) -> Self {
         self.api_key = Some(key.into());
+        self
+    }
+
+    /// Gives its requests this name (`Idempotency-Key`): a create, restore, fork or snapshot of one name is carried
+    /// out once, however often it is sent. For one request and its repetitions: `client.clone().named(key)`.
+    #[must_use]
+    pub fn named(mut self, key: &str) -> Self {
+        self.request_key = Some(key.into());
         self
     }
 
@@ -83,6 +93,10 @@ impl Client {
 
     pub(crate) fn request(&self, method: Method, path: &str) -> RequestBuilder {
         let request = self.http.request(method, format!("{}{path}", self.base));
+        let request = match &self.request_key {
+            Some(key) => request.header("idempotency-key", key.as_ref()),
+            None => request,
+        };
         match &self.api_key {
             Some(key) => request.bearer_auth(key),
             None => request,

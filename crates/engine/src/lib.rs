@@ -22,16 +22,29 @@
 #[cfg(test)]
 extern crate self as keiki_engine;
 
+mod cgroup;
+mod common;
+mod console;
 mod error;
+mod files;
+pub mod kvm;
+mod layers;
+mod process;
 pub mod qemu;
+mod record;
+mod steps;
+mod users;
 
+pub use common::Common;
 pub use error::{EngineError, Result};
+pub use users::{FIRST_USER, USERS};
 
 use async_trait::async_trait;
 use keiki_types::{EngineKind, Shape, api::MemoryUse};
 use serde::{Deserialize, Serialize};
 use std::{
     any::Any,
+    borrow::Cow,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -66,7 +79,7 @@ pub struct Resources {
 
 /// How the steps of a freeze or thaw went.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Steps(pub Vec<(&'static str, Duration)>);
+pub struct Steps(pub Vec<(Cow<'static, str>, Duration)>);
 
 /// What a freeze cost the machine that went on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -111,12 +124,27 @@ pub trait Engine: Send + Sync {
     /// Starts a monitor that waits for a thaw of what `image` holds or will hold.
     async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>>;
 
-    /// Opens a snapshot directory. Everything in it is checked before it is believed.
-    async fn load(&self, dir: &Path) -> Result<Arc<dyn Frozen>>;
+    /// Opens a snapshot directory. Everything in it is checked before it is believed. Machines thawed from it share
+    /// memory, as long as they do not write it, with those of the same files and scope.
+    async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>>;
 
     /// Finds a machine again that an earlier process of the node started with these resources. None if it
     /// has ended; whatever it left in the resources is removed then.
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;
+
+    /// Ends what the engine keeps for later. Machines run on, and frozen ones can still be thawed.
+    async fn close(&self);
+}
+
+/// Among whom the memory of a stored machine may be shared until it is written.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum SharingScope {
+    /// Everybody on the node: what is in it is public.
+    Node,
+    /// Those of this name.
+    Workspace(String),
+    /// Nobody: each machine has its own copy.
+    None,
 }
 
 /// A named place for the memory of a frozen machine, and the shape its machines have.
@@ -126,6 +154,8 @@ pub struct Image {
     pub dir: PathBuf,
     /// vCPUs, RAM, disk size.
     pub shape: Shape,
+    /// Each machine over it has a copy: [`SharingScope::None`].
+    pub alone: bool,
 }
 
 /// A running or paused machine.
@@ -156,6 +186,11 @@ pub trait Machine: Send + Sync {
 
     /// Host memory behind it.
     async fn memory(&self) -> Result<MemoryUse>;
+
+    /// CPU time that its monitor has used. None: this engine does not measure it.
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        Ok(None)
+    }
 
     /// Unix stream socket of the agent port. One connection at a time.
     fn agent_socket(&self) -> PathBuf;

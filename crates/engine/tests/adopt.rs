@@ -3,11 +3,8 @@
 mod guest;
 
 use anyhow::{Context, Result};
-use guest::{Guest, Lab, lab};
-use keiki_engine::{
-    Engine,
-    qemu::{Qemu, QemuConfig},
-};
+use guest::{Guest, Lab, lab, qemu_lab};
+use keiki_engine::Engine;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -17,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-fn another_engine(lab: &Lab) -> Qemu {
-    Qemu::new(QemuConfig::new(lab.dir.path().join("store")))
+fn another_engine(lab: &Lab) -> Result<Box<dyn Engine>> {
+    guest::engine(lab.dir.path().join("store"))
 }
 
 /// Talks to a monitor that no engine is connected to.
@@ -49,7 +46,7 @@ async fn a_machine_is_found_again_and_frozen() -> Result<()> {
     guest.sh("echo mine > /tmp/name").await?;
     let resources = guest.machine.resources().clone();
     drop(guest);
-    let engine = another_engine(&lab);
+    let engine = another_engine(&lab)?;
     let machine = engine.adopt(&resources).await?.context("not found")?;
     let mut guest = Guest::connect(machine).await?;
     assert_eq!(guest.sh("cat /tmp/name").await?, "mine");
@@ -89,7 +86,7 @@ async fn a_recycled_number_is_not_taken_for_the_machine() -> Result<()> {
     let mut bystander = std::process::Command::new("sleep").arg("60").spawn()?;
     value["pid"] = bystander.id().into();
     fs::write(&record, value.to_string())?;
-    assert!(another_engine(&lab).adopt(&resources).await?.is_none());
+    assert!(another_engine(&lab)?.adopt(&resources).await?.is_none());
     assert!(bystander.try_wait()?.is_none(), "a stranger was killed");
     bystander.kill()?;
     bystander.wait()?;
@@ -99,7 +96,7 @@ async fn a_recycled_number_is_not_taken_for_the_machine() -> Result<()> {
 /// What a daemon that died inside a freeze leaves: parked vCPUs, a new top that is or is not in use.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_cut_short_is_mended() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let mut guest = lab.boot().await?;
     guest.sh("echo one | dd of=/dev/vda bs=4096 seek=1 conv=fsync 2>/dev/null").await?;
     let resources = guest.machine.resources().clone();
@@ -130,7 +127,7 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
             commands.push(("blockdev-snapshot", json!({"node": old, "overlay": node})));
         }
         qmp(&resources.run_dir, &commands)?;
-        let machine = another_engine(&lab).adopt(&resources).await?.context("not found")?;
+        let machine = another_engine(&lab)?.adopt(&resources).await?.context("not found")?;
         guest = Guest::connect(machine).await?;
         assert_eq!(path.exists(), switched);
         let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
@@ -147,13 +144,13 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
 /// A seat whose engine is gone belongs to nobody: it is ended.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_forgotten_seat_is_ended() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let guest = lab.boot().await?;
     let image = lab.engine.image(&lab.fresh("f")?, guest::SHAPE).await?;
     let resources = lab.resources()?;
     let seat = lab.engine.seat(&image, resources.clone()).await?;
     std::mem::forget(seat);
-    assert!(another_engine(&lab).adopt(&resources).await.is_ok_and(|found| found.is_none()));
+    assert!(another_engine(&lab)?.adopt(&resources).await.is_ok_and(|found| found.is_none()));
     assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
     guest.machine.stop().await?;
     Ok(())

@@ -3,8 +3,8 @@
 mod guest;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest::{Lab, SHAPE, lab};
-use keiki_engine::{Engine, Machine};
+use guest::{Lab, SHAPE, qemu_lab};
+use keiki_engine::{Machine, SharingScope};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -18,7 +18,7 @@ const HANG: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_console_flood_fills_nothing() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let mut guest = lab.boot().await?;
     guest.sh("(while :; do dd if=/dev/zero of=/dev/ttyS0 bs=64k count=16; done) >/dev/null 2>&1 &").await?;
     let logs = |machine: &dyn Machine| -> Result<u64> {
@@ -50,7 +50,7 @@ async fn a_console_flood_fills_nothing() -> Result<()> {
 /// The guest ends while it is frozen: the freeze says so or is whole, and never hangs.
 #[tokio::test(flavor = "multi_thread")]
 async fn guests_that_die_in_a_freeze_are_reported() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let ends = ["echo b > /proc/sysrq-trigger", "poweroff -f", "echo c > /proc/sysrq-trigger"];
     for (end, after) in ends.into_iter().zip([0.0, 0.05, 0.15]) {
         let mut guest = lab.boot().await?;
@@ -99,7 +99,7 @@ fn forged(lab: &Lab, good: &Path, state: &[u8]) -> Result<PathBuf> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let guest = lab.boot().await?;
     let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
     frozen.persist().await?;
@@ -112,7 +112,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
     for (what, forgery) in
         [("nothing", &[][..]), ("noise", &noise), ("a beginning", cut), ("noise behind its head", &headed)]
     {
-        let frozen = lab.engine.load(&forged(&lab, &good, forgery)?).await?;
+        let frozen = lab.engine.load(&forged(&lab, &good, forgery)?, SharingScope::Node).await?;
         let resources = lab.resources()?;
         let seat = lab.engine.seat(frozen.image(), resources.clone()).await?;
         match timeout(HANG, frozen.thaw(seat)).await.with_context(|| format!("{what}: hangs"))? {
@@ -133,7 +133,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
     for at in (0..state.len()).step_by(state.len() / 12 + 1) {
         let mut bent = state.clone();
         *bent.get_mut(at).context("too short")? ^= 0xff;
-        let frozen = lab.engine.load(&forged(&lab, &good, &bent)?).await?;
+        let frozen = lab.engine.load(&forged(&lab, &good, &bent)?, SharingScope::Node).await?;
         let seat = lab.engine.seat(frozen.image(), lab.resources()?).await?;
         if let Ok((machine, _)) =
             timeout(HANG, frozen.thaw(seat)).await.with_context(|| format!("byte {at}: hangs"))?
@@ -141,7 +141,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
             machine.stop().await?;
         }
     }
-    let frozen = lab.engine.load(&good).await?;
+    let frozen = lab.engine.load(&good, SharingScope::Node).await?;
     let mut guest = lab.thaw(frozen.as_ref()).await?;
     assert_eq!(guest.sh("echo well").await?, "well");
     guest.machine.stop().await?;

@@ -3,10 +3,10 @@
 mod guest;
 
 use anyhow::{Context, Result, ensure};
-use guest::{Guest, lab};
+use guest::{Guest, qemu_lab};
 use keiki_engine::{
-    Engine,
-    qemu::{FIRST_USER, Qemu, QemuConfig, USERS},
+    Common, Engine, FIRST_USER, USERS,
+    qemu::{Qemu, QemuConfig},
 };
 use std::{
     collections::BTreeSet,
@@ -57,7 +57,7 @@ fn root() -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     if !root() {
         return Ok(());
     }
@@ -104,7 +104,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
 /// Invariant 1, by the kernel: whoever was taken over cannot change what others start from.
 #[tokio::test(flavor = "multi_thread")]
 async fn base_files_are_no_monitors_to_write() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     if !root() {
         return Ok(());
     }
@@ -146,11 +146,14 @@ async fn base_files_are_no_monitors_to_write() -> Result<()> {
 /// How much later a monitor is there. Told, not judged: the host is shared.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_jail_costs() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     if !root() {
         return Ok(());
     }
-    let config = |first_user| QemuConfig { first_user, ..QemuConfig::new(lab.dir.path().join("store")) };
+    let config = |first_user| {
+        let config = QemuConfig::new(lab.dir.path().join("store"));
+        QemuConfig { common: Common { first_user, ..config.common }, ..config }
+    };
     let (jailed, plain) = (Qemu::new(config(Some(FIRST_USER))), Qemu::new(config(None)));
     let image = jailed.image(&lab.fresh("f")?, guest::SHAPE).await?;
     let mut times = [Vec::new(), Vec::new()];

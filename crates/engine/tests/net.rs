@@ -4,7 +4,7 @@ mod guest;
 
 use anyhow::{Result, ensure};
 use guest::{Guest, lab};
-use keiki_engine::{Engine, Resources};
+use keiki_engine::Resources;
 use keiki_protocol::net::{GATEWAY, GATEWAY_MAC, GUEST, PREFIX, TAP};
 use std::{path::PathBuf, process::Command};
 

@@ -5,7 +5,7 @@ mod guest;
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, Lab, SHAPE, lab};
 use keiki_engine::{
-    Engine, EngineError, Machine,
+    Engine, EngineError, Machine, SharingScope,
     qemu::{Qemu, QemuConfig},
 };
 use std::{
@@ -34,7 +34,7 @@ async fn a_snapshot_is_all_that_a_restore_needs() -> Result<()> {
     // Three chained cycles; each time only the last snapshot is left.
     let mut dir = first;
     for cycle in 0..3 {
-        let frozen = lab.engine.load(&dir).await?;
+        let frozen = lab.engine.load(&dir, SharingScope::Node).await?;
         let mut guest = lab.thaw(frozen.as_ref()).await?;
         let mut twin = lab.thaw(frozen.as_ref()).await?;
         for guest in [&mut guest, &mut twin] {
@@ -61,7 +61,7 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
     let guest = lab.boot().await?;
     let good = snapshot(&lab, guest.machine.as_ref()).await?;
     guest.machine.stop().await?;
-    lab.engine.load(&good).await?;
+    lab.engine.load(&good, SharingScope::Node).await?;
     let manifest = |v: &serde_json::Value| serde_json::to_vec(v);
     let edit = |dir: &Path, change: &dyn Fn(&mut serde_json::Value)| -> Result<()> {
         let path = dir.join("manifest.json");
@@ -92,9 +92,9 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
         let copied =
             Command::new("cp").args(["-a", "--reflink=always"]).arg(good.join(".")).arg(&dir).status()?;
         ensure!(copied.success());
-        lab.engine.load(&dir).await.with_context(|| format!("before: {clue}"))?;
+        lab.engine.load(&dir, SharingScope::Node).await.with_context(|| format!("before: {clue}"))?;
         damage(&dir)?;
-        match lab.engine.load(&dir).await {
+        match lab.engine.load(&dir, SharingScope::Node).await {
             Err(EngineError::Refused { why, .. }) if why.contains(clue) => {}
             Err(other) => anyhow::bail!("wanted {clue:?}, got {other}"),
             Ok(_) => anyhow::bail!("wanted {clue:?}, it was loaded"),

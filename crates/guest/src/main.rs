@@ -15,6 +15,7 @@ mod individual;
 mod link;
 mod log;
 mod port;
+mod ports;
 mod reaper;
 mod ring;
 mod service;

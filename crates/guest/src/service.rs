@@ -5,7 +5,7 @@ use crate::{
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
     individual::{Identity, IndividualError, announce},
-    log, watch,
+    log, ports, watch,
 };
 use bytes::Bytes;
 use futures::{Stream, stream};
@@ -13,10 +13,11 @@ use keiki_archive::{Counts, Options};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
     FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
-    InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, MkdirRequest,
-    PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest, ResizeReply, ResizeRequest,
-    ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, UnpackChunk,
-    UnpackReply, WatchEvent, WatchRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
+    InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
+    ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, RemoveRequest, RenameRequest,
+    ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply,
+    ThawUserRequest, UnpackChunk, UnpackReply, WatchEvent, WatchRequest, WriteChunk, WriteReply,
+    exec_event::Event, guest_server::Guest,
 };
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -359,6 +360,11 @@ impl Guest for Agent {
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(dial::carry(stream, chunks, sender));
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn list_ports(&self, _: Request<ListPortsRequest>) -> Answer<ListPortsReply> {
+        let found = spawn_blocking(ports::list).await.map_err(lost)?;
+        found.map(Response::new).map_err(|error| failed("list ports", &error))
     }
 
     async fn shutdown(&self, request: Request<ShutdownRequest>) -> Answer<Done> {

@@ -32,14 +32,15 @@ pub struct UnknownUser(String);
 
 /// Finds `name`, `uid` or `uid:gid`; root if empty. A number needs no entry.
 pub fn lookup(wanted: &str) -> Result<Account, UnknownUser> {
-    resolve(wanted, &slurp(PASSWD), || slurp(GROUP))
+    resolve(wanted, &slurp(PASSWD, LIMIT), || slurp(GROUP, LIMIT))
 }
 
-fn slurp(path: &str) -> Vec<u8> {
+/// What the beginning of a file holds; nothing, if it cannot be read.
+pub fn slurp(path: &str, limit: u64) -> Vec<u8> {
     let mut text = Vec::new();
     if let Ok(file) = fs::File::open(path) {
         // What could be read before an error is still good.
-        let _ = file.take(LIMIT).read_to_end(&mut text);
+        let _ = file.take(limit).read_to_end(&mut text);
     }
     text
 }

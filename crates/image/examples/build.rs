@@ -1,6 +1,6 @@
 //! Makes the parts of a built-in template ahead of time: `build CACHE GUEST [TEMPLATE]`.
 
-use keiki_image::{Builder, template};
+use keiki_image::{Builder, Catalog};
 use std::{error::Error, path::Path, process::ExitCode, sync::Arc};
 
 fn main() -> ExitCode {
@@ -13,9 +13,16 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let Some(spec) = template(name) else {
-        eprintln!("no template `{name}` comes with the product");
-        return ExitCode::from(2);
+    let spec = match Catalog::new(None).get(name) {
+        Ok(Some(spec)) => spec,
+        Ok(None) => {
+            eprintln!("no template `{name}` comes with the product");
+            return ExitCode::from(2);
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
     };
     let builder = Builder::new(cache, Arc::new(|line: &str| println!("{line}")));
     match builder.template(&spec.rootfs(), Path::new(guest)) {

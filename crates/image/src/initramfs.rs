@@ -9,8 +9,7 @@
 use crate::{
     Builder, Kernel, cache, cpio,
     error::{Error, Result, io_error},
-    modules::{Index, WANTED, unpacked_name},
-    tool::Tool,
+    modules::{Index, WANTED, unpack, unpacked_name},
 };
 use std::{
     fs::{self, File},
@@ -54,15 +53,6 @@ fn read_agent(guest: &Path) -> Result<Vec<u8>> {
         return Err(io_error("reading the guest agent", guest)(source));
     }
     fs::read(guest).map_err(io_error("reading the guest agent", guest))
-}
-
-fn unpack(module: &Path) -> Result<Vec<u8>> {
-    let action = || format!("unpacking {}", module.display());
-    match module.extension().and_then(|extension| extension.to_str()) {
-        Some("xz") => Tool::new("xz", action()).args(["-dc".as_ref(), module.as_os_str()]).output(),
-        Some("zst") => Tool::new("zstd", action()).args(["-dcq".as_ref(), module.as_os_str()]).output(),
-        _ => fs::read(module).map_err(io_error("reading", module)),
-    }
 }
 
 fn write(path: &Path, agent: &[u8], modules: &[(&str, Vec<u8>)]) -> std::io::Result<()> {

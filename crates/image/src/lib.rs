@@ -6,6 +6,7 @@
 //!   keiki-guest ──────────────────────────────> initramfs ┤ (cpio: /init + the modules it loads)
 //!                                                         │
 //!   package mirror ──mmdebstrap──> tree ──mkfs──> Rootfs ─┴──> Template { files, digest }
+//!   Python index ────pip wheels─────^
 //! ```
 //!
 //! Everything lands in one cache directory, and every finished part is one name in it that appears by a
@@ -29,11 +30,13 @@ pub mod modules;
 mod rootfs;
 mod spec;
 mod tool;
+mod wheels;
 
 pub use error::{Error, Result};
 pub use kernel::Kernel;
 pub use rootfs::Rootfs;
-pub use spec::{BASE, RootfsSpec, TemplateSpec, template, templates};
+pub use spec::{BASE, Catalog, RootfsSpec, TemplateSpec};
+pub use wheels::VENV;
 
 use cache::Cache;
 use std::{

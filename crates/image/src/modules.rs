@@ -3,7 +3,15 @@
 //! Distribution kernels keep drivers as modules, some built in; which of them differs between kernels. We name
 //! what a guest wants, `modules.dep` says what each needs first, `modules.builtin` says what is there already.
 
-use std::collections::{BTreeMap, BTreeSet};
+use crate::{
+    error::{Result, io_error},
+    tool::Tool,
+};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
 
 /// What every guest wants, most important first. True: no guest works without it.
 pub(crate) const WANTED: &[(&str, bool)] = &[
@@ -13,6 +21,8 @@ pub(crate) const WANTED: &[(&str, bool)] = &[
     ("virtio_console", true),
     ("virtio_net", true),
     ("virtio_rng", true),
+    // Free pages go back to the host.
+    ("virtio_balloon", false),
     ("af_packet", false),
     ("vmgenid", false),
     ("overlay", false),
@@ -68,6 +78,19 @@ impl Index {
             }
         }
         Ok(order)
+    }
+}
+
+/// The code of a module file, whatever it is packed with.
+///
+/// # Errors
+/// It cannot be read, or the program that unpacks it is missing.
+pub fn unpack(module: &Path) -> Result<Vec<u8>> {
+    let action = || format!("unpacking {}", module.display());
+    match module.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => Tool::new("xz", action()).args(["-dc".as_ref(), module.as_os_str()]).output(),
+        Some("zst") => Tool::new("zstd", action()).args(["-dcq".as_ref(), module.as_os_str()]).output(),
+        _ => fs::read(module).map_err(io_error("reading", module)),
     }
 }
 

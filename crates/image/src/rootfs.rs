@@ -9,6 +9,7 @@ use crate::{
     error::{Error, Result, io_error},
     spec::RootfsSpec,
     tool::Tool,
+    wheels,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -51,6 +52,9 @@ const FS_TIME: &str = "1735689600";
 /// Enough for a sandbox; the default for this size is four times that, all of it written sooner or later.
 const JOURNAL_MIB: u32 = 16;
 
+/// Where a guest looks for programs unless told otherwise.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// A finished root disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rootfs {
@@ -79,6 +83,7 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result
     if !builder.refresh && part.is_dir() {
         return open(&part);
     }
+    let pip = if spec.wheels.is_empty() { None } else { Some(wheels::host_pip(builder, lock)?) };
     let scratch = builder.cache.scratch("rootfs")?;
     fs::create_dir(&scratch).map_err(io_error("creating", &scratch))?;
     if fs::metadata(&scratch).map_err(io_error("reading", &scratch))?.uid() != 0 {
@@ -86,6 +91,11 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result
     }
     let tree = builder.cache.scratch("tree")?;
     bootstrap(builder, spec, &tree, lock)?;
+    if let Some(pip) = pip {
+        wheels::install(builder, spec, &pip, &tree, lock)?;
+    }
+    write_files(builder, spec, &tree, lock)?;
+    write_environment(spec, &tree).map_err(io_error("arranging", &tree))?;
     finish_tree(&tree).map_err(io_error("arranging", &tree))?;
     let packages = installed(&tree)?;
     let digest = cache::key(&[&recipe, &packages.join("\n")]);
@@ -119,7 +129,12 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     let mut args: Vec<String> =
         ["--mode=root", "--format=directory", "--variant=minbase"].map(str::to_owned).to_vec();
     args.push(format!("--skip={SKIP}"));
-    args.push(format!("--include={}", spec.packages.join(",")));
+    let python: &[&str] = if spec.wheels.is_empty() { &[] } else { &wheels::PACKAGES };
+    let packages: Vec<&str> =
+        spec.packages.iter().map(String::as_str).chain(python.iter().copied()).collect();
+    if !packages.is_empty() {
+        args.push(format!("--include={}", packages.join(",")));
+    }
     args.extend(DPKG_OPTIONS.map(|option| format!("--dpkgopt={option}")));
     args.push("--aptopt=APT::Install-Recommends \"false\"".to_owned());
     args.push("--aptopt=Acquire::Languages \"none\"".to_owned());
@@ -135,7 +150,8 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     args.extend(sources(builder, &spec.suite)?);
     say(1, "reading the package lists");
     // Without SOURCE_DATE_EPOCH on purpose: Python's compiled files would then check their source by hash at each import.
-    let tool = Tool::new("mmdebstrap", format!("making the root disk of `{}`", spec.name));
+    let action = format!("making the root disk of `{}`", spec.name);
+    let tool = Tool::leashed("mmdebstrap", "mmdebstrap".as_ref(), action);
     let tmp = builder.cache.dir("tmp")?;
     tool.holding(lock)?.dir(&tmp).args(&args).env("TMPDIR", &tmp).env("KEIKI_DEBS", debs).lines(|line| {
         let line = line.trim_start_matches("I: ");
@@ -152,6 +168,40 @@ fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
         sources.extend(apt::host_security_mirror().map(|uri| format!("deb {uri} {suite}-security main")));
     }
     Ok(sources)
+}
+
+/// Puts the recipe's own files into the tree: from inside, where no link leads out of it.
+fn write_files(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> Result<()> {
+    const INSIDE: &str = "tmp/file";
+    let copy = tree.join(INSIDE);
+    for (path, text) in &spec.files {
+        builder.say(format!("rootfs {}: writing {path}", spec.name));
+        fs::write(&copy, text).map_err(io_error("writing", &copy))?;
+        let mode = if text.starts_with("#!") { "-m755" } else { "-m644" };
+        let tool = Tool::leashed("chroot", "chroot".as_ref(), format!("writing {path} of `{}`", spec.name));
+        let tool = tool.holding(lock)?.args([tree]);
+        tool.args(["install", "-D", mode, "--", &format!("/{INSIDE}"), path]).output()?;
+        cache::remove(&copy)?;
+    }
+    Ok(())
+}
+
+/// What every command finds around it: read by the guest agent, by PAM, and by login shells.
+fn write_environment(spec: &RootfsSpec, tree: &Path) -> std::io::Result<()> {
+    let mut env = spec.env.clone();
+    if !spec.wheels.is_empty() {
+        env.entry("PATH".into()).or_insert_with(|| format!("{}/bin:{PATH}", wheels::VENV));
+        env.entry("VIRTUAL_ENV".into()).or_insert_with(|| wheels::VENV.into());
+    }
+    if env.is_empty() {
+        return Ok(());
+    }
+    let lines = |before: &str| -> String {
+        env.iter().map(|(name, value)| format!("{before}{name}=\"{value}\"\n")).collect()
+    };
+    fs::write(tree.join("etc/environment"), lines(""))?;
+    fs::create_dir_all(tree.join("etc/profile.d"))?;
+    fs::write(tree.join("etc/profile.d/keiki.sh"), lines("export "))
 }
 
 /// Takes out what belongs to one machine or to this host, and adds what users expect.
@@ -296,12 +346,29 @@ mod tests {
     }
 
     #[test]
+    fn the_environment_is_written_where_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let tree = dir.path();
+        fs::create_dir_all(tree.join("etc")).unwrap();
+        let spec = RootfsSpec {
+            wheels: vec!["numpy".into()],
+            env: [("A".to_owned(), "1 2".to_owned())].into(),
+            ..crate::Catalog::new(None).get(crate::BASE).unwrap().unwrap().rootfs()
+        };
+        write_environment(&spec, tree).unwrap();
+        let text = fs::read_to_string(tree.join("etc/environment")).unwrap();
+        assert!(text.starts_with("A=\"1 2\"\nPATH=\"/opt/venv/bin:/usr/local/sbin"), "{text}");
+        let text = fs::read_to_string(tree.join("etc/profile.d/keiki.sh")).unwrap();
+        assert!(text.starts_with("export A=\"1 2\"\nexport PATH=\"/opt/venv/bin:"), "{text}");
+    }
+
+    #[test]
     fn a_tree_becomes_a_clean_sparse_disk() {
         let dir = tempfile::tempdir().unwrap();
         let tree = dir.path().join("tree");
         fs::create_dir(&tree).unwrap();
         fs::write(tree.join("hello"), "there").unwrap();
-        let spec = crate::BASE.rootfs();
+        let spec = crate::Catalog::new(None).get(crate::BASE).unwrap().unwrap().rootfs();
         let raw = dir.path().join("root.ext4");
         format_disk(&spec, &tree, &raw).unwrap();
         let meta = fs::metadata(&raw).unwrap();

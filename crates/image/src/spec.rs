@@ -1,8 +1,17 @@
-//! Recipes of root disks and the templates that come with the product.
+//! Templates as data: what a root disk is made of, and how a machine with it is warmed before it is frozen.
+//!
+//! A template is a TOML file. Those of the product are `templates/*.toml` of this crate; a node reads further ones,
+//! `NAME.toml` each, out of a directory of its user's. There a name of the product's means the user's own.
 
-use crate::error::{Error, Result};
-use keiki_types::Shape;
+use crate::error::{Error, Result, io_error};
+use keiki_types::{Shape, TemplateName};
 use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
 
 /// What a root disk is made of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -11,24 +20,58 @@ pub struct RootfsSpec {
     /// Of the template; for progress and errors.
     pub name: String,
     /// Distribution release.
-    #[serde(default = "default_suite")]
     pub suite: String,
     /// Packages beside the distribution's minimum. Recommended ones are not taken along.
     pub packages: Vec<String>,
     /// Size of the disk. Files not written yet take no space on the host.
     pub disk_mib: u32,
+    /// Python packages for the environment at [`crate::VENV`], as pip's requirements.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wheels: Vec<String>,
+    /// Environment of every command.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// Further files, by their paths. One that begins with `#!` is a program.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub files: BTreeMap<String, String>,
 }
 
-/// A template that comes with the product.
-#[derive(Debug)]
+/// A template, before anything is made of it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TemplateSpec {
     /// What users call it.
-    pub name: &'static str,
+    #[serde(skip)]
+    pub name: String,
     /// One sentence.
-    pub description: &'static str,
+    #[serde(default)]
+    pub description: String,
     /// Shape of its machines unless asked otherwise.
     pub shape: Shape,
-    packages: &'static [&'static str],
+    /// Distribution release.
+    #[serde(default = "default_suite")]
+    pub suite: String,
+    /// See [`RootfsSpec::packages`].
+    #[serde(default)]
+    pub packages: Vec<String>,
+    /// See [`RootfsSpec::wheels`]. Where every one has its hashes, nothing else is installed; else pip resolves.
+    #[serde(default)]
+    pub wheels: Vec<String>,
+    /// See [`RootfsSpec::env`].
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+    /// See [`RootfsSpec::files`].
+    #[serde(default)]
+    pub files: BTreeMap<String, String>,
+    /// Shell lines run in the guest, one after the other, before it is frozen. Each must end well.
+    #[serde(default)]
+    pub warm: Vec<String>,
+}
+
+/// All templates a node knows.
+#[derive(Debug, Clone)]
+pub struct Catalog {
+    dir: Option<PathBuf>,
 }
 
 /// Release that root disks and guest kernels come from.
@@ -36,44 +79,91 @@ pub(crate) const SUITE: &str = "bookworm";
 
 /// Smallest disk that is accepted: the minimal system, a journal, and room to breathe.
 const MIN_DISK_MIB: u32 = 512;
+/// A template file is a page or two.
+const MAX_FILE: u64 = 1 << 20;
 
+/// Those that come with the product.
+const BUILT_IN: [(&str, &str); 2] = [
+    ("base", include_str!("../templates/base.toml")),
+    ("code-interpreter", include_str!("../templates/code-interpreter.toml")),
+];
 /// The template every node has.
-pub const BASE: TemplateSpec = TemplateSpec {
-    name: "base",
-    description: "Debian 12 slim with Python 3, git, CA certificates and process tools",
-    shape: Shape { vcpus: 1, memory_mib: 256, disk_mib: 2048 },
-    packages: &["python3", "git", "ca-certificates", "netbase", "procps"],
-};
+pub const BASE: &str = BUILT_IN[0].0;
 
-static TEMPLATES: [TemplateSpec; 1] = [BASE];
+impl Catalog {
+    /// The templates of the product, and those in `dir`, which need not be there.
+    #[must_use]
+    pub fn new(dir: Option<PathBuf>) -> Self {
+        Self { dir }
+    }
 
-/// The template of this name that comes with the product.
-#[must_use]
-pub fn template(name: &str) -> Option<&'static TemplateSpec> {
-    TEMPLATES.iter().find(|template| template.name == name)
-}
+    /// The template of this name, if there is one. A file is read now: no restart is needed after a change.
+    ///
+    /// # Errors
+    /// If its file cannot be read or understood; the sentence says where.
+    pub fn get(&self, name: &str) -> Result<Option<TemplateSpec>> {
+        // Nothing that leaves the directory.
+        if name.parse::<TemplateName>().is_err() {
+            return Ok(None);
+        }
+        if let Some(path) = self.dir.as_ref().map(|dir| dir.join(format!("{name}.toml")))
+            && let Some(text) = read(&path).map_err(io_error("reading", &path))?
+        {
+            return TemplateSpec::parse(name, &text).map(Some);
+        }
+        let built_in = BUILT_IN.iter().find(|(known, _)| *known == name);
+        built_in.map(|(name, text)| TemplateSpec::parse(name, text)).transpose()
+    }
 
-/// All templates that come with the product.
-#[must_use]
-pub fn templates() -> &'static [TemplateSpec] {
-    &TEMPLATES
+    /// All names, sorted.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = BUILT_IN.iter().map(|(name, _)| (*name).to_owned()).collect();
+        for entry in self.dir.iter().filter_map(|dir| fs::read_dir(dir).ok()).flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.to_str().and_then(|name| name.strip_suffix(".toml"));
+            names.extend(name.filter(|name| name.parse::<TemplateName>().is_ok()).map(str::to_owned));
+        }
+        names.sort();
+        names.dedup();
+        names
+    }
 }
 
 impl TemplateSpec {
+    /// Reads a template's file.
+    ///
+    /// # Errors
+    /// If it is none, or holds what cannot be built.
+    pub fn parse(name: &str, text: &str) -> Result<Self> {
+        let bad = |reason| Error::BadSpec { name: name.to_owned(), reason };
+        let spec: Self = toml::from_str(text).map_err(|error| bad(error.to_string().trim().to_owned()))?;
+        let spec = Self { name: name.to_owned(), ..spec };
+        spec.rootfs().check()?;
+        if let Some(line) = spec.warm.iter().find(|line| line.trim().is_empty() || line.contains('\0')) {
+            return Err(bad(format!("`{}` is no command to warm it with", line.escape_default())));
+        }
+        Ok(spec)
+    }
+
     /// Recipe of its root disk.
     #[must_use]
     pub fn rootfs(&self) -> RootfsSpec {
         RootfsSpec {
-            name: self.name.to_owned(),
-            suite: default_suite(),
-            packages: self.packages.iter().map(|&package| package.to_owned()).collect(),
+            name: self.name.clone(),
+            suite: self.suite.clone(),
+            packages: self.packages.clone(),
             disk_mib: self.shape.disk_mib,
+            wheels: self.wheels.clone(),
+            env: self.env.clone(),
+            files: self.files.clone(),
         }
     }
 }
 
 impl RootfsSpec {
-    /// Everything in it goes to a command line: nothing there may look like an option or a second argument.
+    /// Everything in it goes to a command line or a file that others parse: nothing there may look like an option
+    /// or a second argument.
     pub(crate) fn check(&self) -> Result<()> {
         let fail = |reason: String| Err(Error::BadSpec { name: self.name.clone(), reason });
         if !is_word(&self.name, "-_.") {
@@ -85,6 +175,29 @@ impl RootfsSpec {
         if let Some(package) = self.packages.iter().find(|package| !is_word(package, "+-.")) {
             return fail(format!("`{package}` is no package name"));
         }
+        if let Some(wheel) = self.wheels.iter().find(|wheel| !is_requirement(wheel)) {
+            return fail(format!(
+                "`{wheel}` is no Python package: write `NAME`, `NAME==VERSION` or `NAME==VERSION --hash=sha256:HEX`"
+            ));
+        }
+        let is_name = |name: &str| is_word(name, "_") && !name.starts_with(|c: char| c.is_ascii_digit());
+        if let Some(name) = self.env.keys().find(|name| !is_name(name)) {
+            return fail(format!("`{name}` is no name of a variable"));
+        }
+        if let Some((name, _)) = self.env.iter().find(|(_, value)| !is_plain(value)) {
+            return fail(format!(
+                "{name}: a value takes one line of printable characters without `\"`, `'`, `\\`, `$` and a back quote"
+            ));
+        }
+        let is_path = |path: &str| {
+            path.starts_with('/')
+                && !path.ends_with('/')
+                && !path.contains('\0')
+                && path.split('/').all(|part| part != "..")
+        };
+        if let Some(path) = self.files.keys().find(|path| !is_path(path)) {
+            return fail(format!("`{}` is no absolute path of a file", path.escape_default()));
+        }
         if self.disk_mib < MIN_DISK_MIB {
             return fail(format!("a disk has at least {MIN_DISK_MIB} MiB"));
         }
@@ -92,9 +205,35 @@ impl RootfsSpec {
     }
 }
 
+/// None: there is no such file.
+fn read(path: &Path) -> io::Result<Option<String>> {
+    let file = match fs::File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let mut text = String::new();
+    file.take(MAX_FILE).read_to_string(&mut text).map(|_| Some(text))
+}
+
 fn is_word(text: &str, marks: &str) -> bool {
-    text.starts_with(|c: char| c.is_ascii_alphanumeric())
+    text.starts_with(|c: char| c.is_ascii_alphanumeric() || marks.contains('_') && c == '_')
         && text.chars().all(|c| c.is_ascii_alphanumeric() || marks.contains(c))
+}
+
+/// `NAME[EXTRA]==VERSION`, other comparisons, and hashes after it.
+fn is_requirement(text: &str) -> bool {
+    let mut words = text.split(' ');
+    let package = words.next().unwrap_or_default();
+    let is_hash = |word: &str| {
+        let hex = word.strip_prefix("--hash=sha256:").unwrap_or_default();
+        hex.len() == 64 && hex.chars().all(|c| c.is_ascii_hexdigit())
+    };
+    is_word(package, "-_.[],<>=!~*+") && words.all(is_hash)
+}
+
+/// What reads the same in `/etc/environment` and in a shell, between double quotes.
+fn is_plain(text: &str) -> bool {
+    text.chars().all(|c| !c.is_control() && !"\"'\\$`".contains(c))
 }
 
 fn default_suite() -> String {
@@ -105,22 +244,82 @@ fn default_suite() -> String {
 mod tests {
     use super::*;
 
+    fn base() -> RootfsSpec {
+        Catalog::new(None).get(BASE).unwrap().unwrap().rootfs()
+    }
+
     #[test]
-    fn base_is_there_and_sound() {
-        let base = template("base").unwrap();
-        base.rootfs().check().unwrap();
-        assert!(template("nope").is_none());
+    fn what_comes_with_the_product_is_sound() {
+        let catalog = Catalog::new(None);
+        assert_eq!(catalog.names(), BUILT_IN.map(|(name, _)| name));
+        for name in catalog.names() {
+            let spec = catalog.get(&name).unwrap().unwrap();
+            assert!(!spec.description.is_empty() && spec.name == name);
+            assert!(
+                spec.wheels.iter().all(|wheel| wheel.contains(" --hash=")),
+                "{name}: a wheel is not pinned"
+            );
+        }
+        assert_eq!(catalog.get("nope").unwrap(), None);
+    }
+
+    #[test]
+    fn a_users_own_are_files_and_go_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+        let catalog = Catalog::new(Some(dir.path().join("none")));
+        assert_eq!(catalog.names().len(), BUILT_IN.len());
+        let catalog = Catalog::new(Some(dir.path().to_owned()));
+        let text = "shape = { vcpus = 2, memory_mib = 512, disk_mib = 1024 }\npackages = [\"ruby\"]\n";
+        write("mine.toml", text);
+        write("base.toml", text);
+        write("Not a name.toml", text);
+        write("broken.toml", "shape = 3");
+        assert_eq!(catalog.names(), ["base", "broken", "code-interpreter", "mine"]);
+        for name in ["mine", "base"] {
+            let spec = catalog.get(name).unwrap().unwrap();
+            assert_eq!((spec.packages, spec.shape.vcpus), (vec!["ruby".to_owned()], 2), "{name}");
+        }
+        let refusal = catalog.get("broken").unwrap_err().to_string();
+        assert!(refusal.contains("broken") && refusal.contains("shape"), "{refusal}");
+        assert_eq!(catalog.get("../etc/x").unwrap(), None);
     }
 
     #[test]
     fn what_could_be_an_option_is_refused() {
-        let good = BASE.rootfs();
+        let good = base();
+        good.check().unwrap();
         for bad in ["--variant=x", "a b", "", "a,b", "a\nb", "git;rm"] {
             let spec = RootfsSpec { packages: vec![bad.to_owned()], ..good.clone() };
             assert!(matches!(spec.check(), Err(Error::BadSpec { .. })), "{bad:?}");
             let spec = RootfsSpec { suite: bad.to_owned(), ..good.clone() };
             assert!(spec.check().is_err(), "{bad:?}");
         }
+        for bad in ["-r x", "numpy --index-url=x", "a\nb", "", "./here", "x @ file", "numpy --hash=sha256:12"]
+        {
+            let spec = RootfsSpec { wheels: vec![bad.to_owned()], ..good.clone() };
+            assert!(spec.check().is_err(), "{bad:?}");
+        }
+        for bad in ["a\nB=2", "$(x)", "\"", "`x`"] {
+            let spec = RootfsSpec { env: [("A".to_owned(), bad.to_owned())].into(), ..good.clone() };
+            assert!(spec.check().is_err(), "{bad:?}");
+        }
+        for bad in ["", "A=B", "1A", "A B"] {
+            let spec = RootfsSpec { env: [(bad.to_owned(), "x".to_owned())].into(), ..good.clone() };
+            assert!(spec.check().is_err(), "{bad:?}");
+        }
+        for bad in ["", "here", "/a/../b", "/a/", "/a\0"] {
+            let spec = RootfsSpec { files: [(bad.to_owned(), "x".to_owned())].into(), ..good.clone() };
+            assert!(spec.check().is_err(), "{bad:?}");
+        }
         assert!(RootfsSpec { disk_mib: 10, ..good }.check().is_err());
+    }
+
+    #[test]
+    fn requirements_as_pip_has_them() {
+        let hash = format!("numpy==2.0 --hash=sha256:{}", "ab".repeat(32));
+        for good in ["numpy", "numpy==2.0.1", "requests[socks]>=2,<3", &hash] {
+            assert!(is_requirement(good), "{good}");
+        }
     }
 }

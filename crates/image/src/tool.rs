@@ -22,13 +22,18 @@ const PACKAGES: &[(&str, &str)] = &[
     ("apt-get", "apt"),
     ("apt-cache", "apt"),
     ("apt-config", "apt"),
+    ("chroot", "coreutils"),
     ("depmod", "kmod"),
     ("dpkg-deb", "dpkg"),
     ("mkfs.ext4", "e2fsprogs"),
     ("mmdebstrap", "mmdebstrap"),
+    ("python3", "python3-venv"),
     ("xz", "xz-utils"),
     ("zstd", "zstd"),
 ];
+
+/// What a leashed tool is started by. The first gets the signal of our end, and passes it on by its own.
+const LEASH: [&str; 8] = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--pid", "--kill-child", "--"];
 
 /// Signs of a mirror out of reach in what apt and mmdebstrap say.
 const NETWORK_SIGNS: &[&str] = &[
@@ -53,7 +58,22 @@ pub(crate) struct Tool {
 impl Tool {
     /// `action` completes "failed while …".
     pub(crate) fn new(name: &'static str, action: impl Into<String>) -> Self {
-        let mut command = Command::new(name);
+        Self::of(name, action, Command::new(name))
+    }
+
+    /// A tool that ends with us, and everything it has started too, however our end comes: the kernel kills the
+    /// first process of its process namespace, and that one's end kills the others. `program` is where `name` is.
+    /// Without root there are no such namespaces, and the tool runs free.
+    pub(crate) fn leashed(name: &'static str, program: &Path, action: impl Into<String>) -> Self {
+        if !is_there(program) || !rustix::process::geteuid().is_root() {
+            return Self::of(name, action, Command::new(program));
+        }
+        let mut command = Command::new(LEASH[0]);
+        command.args(&LEASH[1..]).arg(program);
+        Self::of(name, action, command)
+    }
+
+    fn of(name: &'static str, action: impl Into<String>, mut command: Command) -> Self {
         // What we parse is in English, what needs administration is found, and nothing asks questions.
         command
             .env("LC_ALL", "C.UTF-8")
@@ -145,6 +165,12 @@ fn search_path() -> String {
     format!("{inherited}{separator}/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin")
 }
 
+/// Would a program of this name or path be found?
+fn is_there(program: &Path) -> bool {
+    program.components().count() > 1 && program.exists()
+        || std::env::split_paths(&search_path()).any(|dir| dir.join(program).is_file())
+}
+
 fn read_lines(pipe: Option<impl Read>, sink: &Mutex<impl FnMut(&str)>) {
     let Some(pipe) = pipe else { return };
     let mut pipe = BufReader::new(pipe);
@@ -211,6 +237,64 @@ mod tests {
         let unplugged =
             Tool::new("sh", "x").args(["-c", "echo 'E: Temporary failure resolving m' >&2; exit 100"]);
         assert!(matches!(unplugged.output(), Err(Error::NoNetwork { .. })));
+    }
+
+    #[test]
+    fn a_leashed_tool_is_like_any_other() {
+        let sh = |script: &str| Tool::leashed("sh", Path::new("sh"), "x").args(["-c", script]);
+        assert_eq!(sh("echo there").output().unwrap(), b"there\n");
+        let text = sh("echo 'last words' >&2; exit 3").output().unwrap_err().to_string();
+        assert!(
+            text.contains("`sh` failed while x (exit status: 3)") && text.contains("last words"),
+            "{text}"
+        );
+        let missing =
+            Tool::leashed("mmdebstrap", Path::new("/nowhere/mmdebstrap"), "x").output().unwrap_err();
+        assert_eq!(missing.to_string(), "`mmdebstrap` is missing: install the package mmdebstrap");
+    }
+
+    /// The process that dies is this test's own program, started again for that.
+    #[test]
+    fn a_leashed_tool_and_what_it_started_end_with_us() {
+        const MARK: &str = "KEIKI_TEST_LEASH";
+        if let Ok(file) = std::env::var(MARK) {
+            let script = format!("sleep 7301 & echo $$ >{file}.new; mv {file}.new {file}; wait");
+            Tool::leashed("sh", Path::new("sh"), "x").args(["-c", &script]).output().unwrap();
+            return;
+        }
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: process namespaces need root");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("started");
+        let mut us = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "tool::tests::a_leashed_tool_and_what_it_started_end_with_us"])
+            .env(MARK, &file)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let of_file = |pid: &str| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains(&*file.to_string_lossy())
+        };
+        let living = || {
+            let all = std::fs::read_dir("/proc").unwrap().flatten();
+            all.filter(|entry| of_file(&entry.file_name().to_string_lossy())).count()
+        };
+        let until = |done: &dyn Fn() -> bool| {
+            (0..1000).any(|_| {
+                done() || {
+                    thread::sleep(std::time::Duration::from_millis(10));
+                    false
+                }
+            })
+        };
+        assert!(until(&|| file.exists()), "it did not start");
+        assert!(living() > 0);
+        us.kill().unwrap();
+        us.wait().unwrap();
+        assert!(until(&|| living() == 0), "the tool lives on");
     }
 
     #[test]

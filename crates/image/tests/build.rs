@@ -1,7 +1,7 @@
 //! The whole way with real packages. Needs root, the network and a minute, so only where `KEIKI_TEST_IMAGE=1`.
 #![allow(clippy::unwrap_used)]
 
-use keiki_image::{BASE, Builder};
+use keiki_image::{BASE, Builder, Catalog};
 use std::{
     fs,
     os::unix::fs::PermissionsExt,
@@ -36,7 +36,8 @@ fn template_base() {
             sink.lock().unwrap().push(line.to_owned());
         }),
     );
-    let built = builder.template(&BASE.rootfs(), &guest).unwrap();
+    let base = Catalog::new(None).get(BASE).unwrap().unwrap().rootfs();
+    let built = builder.template(&base, &guest).unwrap();
 
     assert!(built.kernel.release.contains("cloud-amd64"), "{}", built.kernel.release);
     assert!(built.kernel.modules_dir.join("modules.dep").is_file());
@@ -59,11 +60,11 @@ fn template_base() {
 
     // Again: every part is found, nothing is done, the name is the same.
     lines.lock().unwrap().clear();
-    assert_eq!(builder.template(&BASE.rootfs(), &guest).unwrap(), built);
+    assert_eq!(builder.template(&base, &guest).unwrap(), built);
     assert!(lines.lock().unwrap().is_empty());
     // Another agent is another template, on the same disk.
     fs::write(&guest, "other").unwrap();
-    let other = builder.template(&BASE.rootfs(), &guest).unwrap();
+    let other = builder.template(&base, &guest).unwrap();
     assert_ne!(other.digest, built.digest);
     assert_eq!(other.rootfs, built.rootfs);
     assert!(!cache.join("tmp").exists());

@@ -158,6 +158,13 @@ impl Slots {
         self.inner.state().ready.len()
     }
 
+    /// How many slots are taken, those that are ready not counted.
+    #[must_use]
+    pub fn used(&self) -> usize {
+        let state = self.inner.state();
+        state.used.len().saturating_sub(state.ready.len())
+    }
+
     /// The slot of a machine that was running when the node last stopped, completed where something is
     /// missing, with its name server running again. Its index was in `in_use` at [`Slots::start`].
     pub async fn adopt(&self, index: u16) -> Result<Slot> {

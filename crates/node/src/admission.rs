@@ -5,9 +5,12 @@
 
 use crate::error::{Error, Result};
 use keiki_types::Shape;
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
 };
 
 /// What a monitor needs beside its guest's RAM, in MiB: a waiting one holds 23, translated guest code comes to it.
@@ -20,16 +23,63 @@ pub struct Admission {
     used_mib: Arc<AtomicU64>,
 }
 
-/// Room for one machine, given back when dropped.
+/// Room that is promised, given back when dropped.
 #[derive(Debug)]
 pub struct Ticket {
-    mib: u64,
-    used_mib: Arc<AtomicU64>,
+    amount: u64,
+    of: Arc<AtomicU64>,
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.used_mib.fetch_sub(self.mib, Ordering::AcqRel);
+        self.of.fetch_sub(self.amount, Ordering::AcqRel);
+    }
+}
+
+/// Room on the store that is promised to operations under way: what they will have written is not missing yet.
+#[derive(Debug, Default)]
+pub struct DiskRoom {
+    reserved: Arc<AtomicU64>,
+    /// One decides at a time.
+    deciding: Mutex<()>,
+}
+
+impl DiskRoom {
+    /// Promises `wanted` bytes. `free` asks the file system.
+    ///
+    /// # Errors
+    /// 507 if there is not so much room; 503 if it is there, but promised to others.
+    pub fn reserve(&self, wanted: u64, free: impl FnOnce() -> Result<u64>) -> Result<Ticket> {
+        let _one = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
+        // In this order: what is given back in between has been written, and is missing in what is free.
+        let reserved = self.reserved();
+        let free = free()?;
+        if free < wanted {
+            return Err(Error::NoRoom(format!(
+                "insufficient host storage for sandbox: {} MiB wanted, {} MiB free",
+                wanted >> 20,
+                free >> 20
+            )));
+        }
+        let left = free.saturating_sub(reserved);
+        if left < wanted {
+            return Err(Error::Busy {
+                why: format!(
+                    "the node's disk is promised to operations under way: {} MiB wanted, {} MiB left",
+                    wanted >> 20,
+                    left >> 20
+                ),
+                retry_after: Duration::from_secs(1),
+            });
+        }
+        self.reserved.fetch_add(wanted, Ordering::AcqRel);
+        Ok(Ticket { amount: wanted, of: Arc::clone(&self.reserved) })
+    }
+
+    /// Bytes that are promised.
+    #[must_use]
+    pub fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Acquire)
     }
 }
 
@@ -43,11 +93,7 @@ impl Admission {
     /// Nine tenths of the host's RAM.
     #[must_use]
     pub fn of_host() -> Self {
-        let total = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
-            line.split_whitespace().nth(1)?.parse::<u64>().ok()
-        });
-        Self::new(total.unwrap_or(0) / 1024 / 10 * 9)
+        Self::new((keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20) / 10 * 9)
     }
 
     /// Room for `count` machines, or for none.
@@ -79,14 +125,68 @@ impl Admission {
     }
 
     fn ticket(&self, mib: u64) -> Ticket {
-        Ticket { mib, used_mib: Arc::clone(&self.used_mib) }
+        Ticket { amount: mib, of: Arc::clone(&self.used_mib) }
+    }
+
+    /// Bytes that machines may use together.
+    #[must_use]
+    pub fn limit_bytes(&self) -> u64 {
+        self.limit_mib << 20
+    }
+
+    /// Bytes promised to them.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.used_mib.load(Ordering::Acquire) << 20
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Admission, MONITOR_MIB};
+    use super::{Admission, DiskRoom, MONITOR_MIB};
+    use crate::Error;
     use keiki_types::Shape;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn what_is_promised_is_not_promised_again() {
+        let room = DiskRoom::default();
+        let free = || Ok(100 << 20);
+        let first = room.reserve(60 << 20, free);
+        assert!(first.is_ok());
+        assert!(matches!(room.reserve(60 << 20, free), Err(Error::Busy { .. })), "there, but promised");
+        assert!(matches!(room.reserve(101 << 20, free), Err(Error::NoRoom(_))), "not there at all");
+        assert!(room.reserve(40 << 20, free).is_ok());
+        drop(first);
+        assert_eq!(room.reserved(), 0);
+        assert!(room.reserve(100 << 20, free).is_ok());
+    }
+
+    #[test]
+    fn parallel_requests_near_full_never_write_more_than_there_is() {
+        const EACH: u64 = 7;
+        let (room, free) = (DiskRoom::default(), AtomicU64::new(100));
+        let done = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..2000 {
+                        let Ok(_ticket) = room.reserve(EACH, || Ok(free.load(Ordering::SeqCst))) else {
+                            continue;
+                        };
+                        let before = free.fetch_sub(EACH, Ordering::SeqCst);
+                        assert!((EACH..=100).contains(&before), "written beyond the end: {before}");
+                        std::thread::yield_now();
+                        // Deleted again, within the operation.
+                        free.fetch_add(EACH, Ordering::SeqCst);
+                        done.fetch_add(1, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+        assert_eq!((room.reserved(), free.into_inner()), (0, 100));
+        assert!(done.into_inner() > 0);
+    }
 
     #[test]
     fn all_or_none_and_given_back() {

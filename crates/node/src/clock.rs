@@ -25,6 +25,7 @@ impl Clock {
         let took = now - self.last;
         self.last = now;
         self.steps.push(Step { name: name.into(), ms: ms(took) });
+        keiki_sys::failpoint::reach(name);
         took
     }
 

@@ -32,9 +32,15 @@ pub enum Error {
         /// The end of the guest's console.
         console: Option<String>,
     },
+    /// 408: the request's body does not come.
+    #[error("{0}")]
+    Slow(String),
     /// 413.
     #[error("{0}")]
     TooLarge(String),
+    /// 422: the `Idempotency-Key` is another request's.
+    #[error("{0}")]
+    KeyTaken(String),
     /// 502: the sandbox is there, but nothing answers in it where it was asked.
     #[error("{0}")]
     Unreachable(String),

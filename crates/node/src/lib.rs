@@ -7,12 +7,18 @@ mod admission;
 pub mod clock;
 pub mod dial;
 pub mod error;
+mod events;
 pub mod exec;
 pub mod files;
 mod guest;
 pub mod http;
 mod lifecycle;
+mod locks;
+mod metrics;
 mod node;
+pub mod once;
+mod ports;
+mod preview;
 mod records;
 mod sandbox;
 mod store;
@@ -21,11 +27,19 @@ mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
-pub use node::{Config, Node};
+pub use node::{Config, Node, Sharing};
+use records::rfc3339;
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.
 #[must_use]
 pub fn network_checks(range: keiki_net::Cidr) -> Vec<NetworkCheck> {
     keiki_net::check(range, None)
+}
+
+/// Does KVM run guests at the speed of the processor here, and a sentence about it, for `doctor`. Asks the monitor at
+/// `vmm`. Blocks.
+#[must_use]
+pub fn kvm_check(vmm: &std::path::Path) -> (bool, String) {
+    keiki_engine::kvm::is_native(vmm)
 }

@@ -4,6 +4,7 @@
 //! durable when it returns.
 
 use crate::error::{Error, Result};
+use keiki_sys::failpoint;
 use keiki_types::{
     EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
     api::{self, Timings},
@@ -19,6 +20,10 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 /// Generations are taken from the database in blocks: one durable write serves this many individuals.
 const GENERATION_BLOCK: u64 = 1024;
+
+/// How long, and how many, named requests are remembered.
+const REQUESTS_KEPT_FOR: time::Duration = time::Duration::hours(24);
+const REQUESTS_KEPT: i64 = 10_000;
 
 /// A sandbox as recorded.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -136,6 +141,18 @@ pub struct TemplateRecord {
     pub cold_boot_ms: f64,
 }
 
+/// A request that its caller gave a name, and what it made. It is written together with what was made, so one is
+/// never there without the other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestRecord {
+    /// Digest of the caller and the name.
+    pub key: String,
+    /// Digest of what was asked for.
+    pub asked: String,
+    /// What was made.
+    pub made: Vec<String>,
+}
+
 /// The database. Cheap to clone.
 #[derive(Clone)]
 pub struct Records {
@@ -193,6 +210,8 @@ impl Records {
                 "CREATE TABLE IF NOT EXISTS sandboxes (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS snapshots (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS templates (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
+                 CREATE TABLE IF NOT EXISTS requests
+                     (seq INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, at INTEGER NOT NULL, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
                  PRAGMA user_version = 1;",
             )?;
@@ -213,8 +232,19 @@ impl Records {
     /// # Errors
     /// If the database cannot be written.
     pub async fn put<R: Row>(&self, rows: Vec<R>) -> Result<()> {
+        self.put_made(rows, None).await
+    }
+
+    /// Writes records, and the named request that made them, all or none. Old requests are forgotten.
+    ///
+    /// # Errors
+    /// If the database cannot be written.
+    pub async fn put_made<R: Row>(&self, rows: Vec<R>, request: Option<RequestRecord>) -> Result<()> {
         self.run(move |inner| {
             let transaction = inner.connection.transaction()?;
+            if let Some(request) = &request {
+                remember(&transaction, request, OffsetDateTime::now_utc())?;
+            }
             for row in &rows {
                 let doc = serde_json::to_string(row)?;
                 transaction.execute(
@@ -223,6 +253,7 @@ impl Records {
                 )?;
             }
             transaction.commit()?;
+            failpoint::reach(R::TABLE);
             Ok(())
         })
         .await
@@ -239,6 +270,7 @@ impl Records {
                 transaction.execute(&format!("DELETE FROM {} WHERE key = ?1", R::TABLE), [key])?;
             }
             transaction.commit()?;
+            failpoint::reach(R::TABLE);
             Ok(())
         })
         .await
@@ -258,6 +290,18 @@ impl Records {
         .await
     }
 
+    /// How many records of a kind there are.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn count<R: Row>(&self) -> Result<usize> {
+        self.run(|inner| {
+            let sql = format!("SELECT count(*) FROM {}", R::TABLE);
+            Ok(usize::try_from(inner.connection.query_row(&sql, [], |row| row.get::<_, i64>(0))?)?)
+        })
+        .await
+    }
+
     /// One record.
     ///
     /// # Errors
@@ -269,6 +313,22 @@ impl Records {
                 .connection
                 .query_row(&format!("SELECT doc FROM {} WHERE key = ?1", R::TABLE), [key], |row| row.get(0))
                 .optional()?;
+            Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
+        })
+        .await
+    }
+
+    /// The request of this key, unless it is too long ago.
+    ///
+    /// # Errors
+    /// If the database cannot be read.
+    pub async fn request(&self, key: &str) -> Result<Option<RequestRecord>> {
+        let key = key.to_owned();
+        let since = (OffsetDateTime::now_utc() - REQUESTS_KEPT_FOR).unix_timestamp();
+        self.run(move |inner| {
+            let sql = "SELECT doc FROM requests WHERE key = ?1 AND at >= ?2";
+            let doc: Option<String> =
+                inner.connection.query_row(sql, params![key, since], |row| row.get(0)).optional()?;
             Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
         })
         .await
@@ -316,6 +376,22 @@ impl Records {
     }
 }
 
+fn remember(
+    transaction: &rusqlite::Transaction,
+    request: &RequestRecord,
+    now: OffsetDateTime,
+) -> anyhow::Result<()> {
+    let since = (now - REQUESTS_KEPT_FOR).unix_timestamp();
+    transaction.execute("DELETE FROM requests WHERE at < ?1 OR key = ?2", params![since, request.key])?;
+    transaction.execute(
+        "INSERT INTO requests (key, at, doc) VALUES (?1, ?2, ?3)",
+        params![request.key, now.unix_timestamp(), serde_json::to_string(request)?],
+    )?;
+    transaction
+        .execute("DELETE FROM requests WHERE seq <= (SELECT MAX(seq) FROM requests) - ?1", [REQUESTS_KEPT])?;
+    Ok(())
+}
+
 /// RFC 3339, to the millisecond, in UTC.
 #[must_use]
 pub fn rfc3339(at: OffsetDateTime) -> String {
@@ -325,7 +401,7 @@ pub fn rfc3339(at: OffsetDateTime) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Records, TemplateRecord};
+    use super::{REQUESTS_KEPT, REQUESTS_KEPT_FOR, Records, RequestRecord, TemplateRecord, remember};
     use keiki_types::{EngineKind, Shape};
     use time::OffsetDateTime;
 
@@ -355,6 +431,49 @@ mod tests {
         let names: Vec<_> = records.all::<TemplateRecord>().await?.into_iter().map(|t| t.name).collect();
         assert_eq!(names, ["b"]);
         assert!(records.get::<TemplateRecord>("a").await?.is_none());
+        Ok(())
+    }
+
+    fn named(key: &str) -> RequestRecord {
+        RequestRecord { key: key.into(), asked: "a".into(), made: vec!["m".into()] }
+    }
+
+    #[tokio::test]
+    async fn a_named_request_survives_reopening_and_is_forgotten_in_time() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("keiki.db");
+        let records = Records::open(&path)?;
+        records.put_made(vec![template("a")], Some(named("k"))).await?;
+        drop(records);
+        let records = Records::open(&path)?;
+        assert_eq!(records.request("k").await?, Some(named("k")));
+        assert_eq!(records.request("other").await?, None);
+
+        let long_ago = OffsetDateTime::now_utc() - REQUESTS_KEPT_FOR - time::Duration::minutes(1);
+        let old = move |inner: &mut super::Inner| {
+            let transaction = inner.connection.transaction()?;
+            remember(&transaction, &named("old"), long_ago)?;
+            Ok(transaction.commit()?)
+        };
+        records.run(old).await?;
+        assert_eq!(records.request("old").await?, None, "older than it is kept");
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn only_so_many_named_requests_are_kept() -> anyhow::Result<()> {
+        let records = Records::open(std::path::Path::new(":memory:"))?;
+        let many = |inner: &mut super::Inner| {
+            let transaction = inner.connection.transaction()?;
+            for number in 0..REQUESTS_KEPT + 5 {
+                remember(&transaction, &named(&number.to_string()), OffsetDateTime::now_utc())?;
+            }
+            Ok(transaction.commit()?)
+        };
+        records.run(many).await?;
+        assert_eq!(records.request("4").await?, None);
+        assert!(records.request("5").await?.is_some());
+        assert!(records.request(&(REQUESTS_KEPT + 4).to_string()).await?.is_some());
         Ok(())
     }
 

@@ -274,6 +274,7 @@ impl Sandbox {
             generation: record.generation,
             engine: record.engine,
             memory: None,
+            cpu_ms: None,
             timings: record.timings.clone(),
             error: record.error.clone(),
         }
@@ -294,7 +295,7 @@ fn refusal(record: &SandboxRecord, why: &str) -> Error {
 }
 
 /// What the guest said last, of a machine that ended by itself.
-fn console_of(record: &SandboxRecord) -> Option<String> {
+pub fn console_of(record: &SandboxRecord) -> Option<String> {
     let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
     Some(console.trim().to_owned())
 }

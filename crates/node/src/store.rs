@@ -2,6 +2,8 @@
 //!
 //! ```text
 //! <data>/keiki.db            records
+//! <data>/events.db           what happened to sandboxes
+//! <data>/preview.key         seals links to previews
 //! <data>/lock, <run>/lock      held by the node that runs on them
 //! <data>/cache/              kernels and root disks, made from packages
 //! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
@@ -112,6 +114,18 @@ impl Store {
         self.data.join("keiki.db")
     }
 
+    /// What happened to sandboxes.
+    #[must_use]
+    pub fn events(&self) -> PathBuf {
+        self.data.join("events.db")
+    }
+
+    /// What seals links to previews.
+    #[must_use]
+    pub fn preview_key(&self) -> PathBuf {
+        self.data.join("preview.key")
+    }
+
     /// Kernels and root disks made from packages.
     #[must_use]
     pub fn cache(&self) -> PathBuf {
@@ -187,9 +201,18 @@ impl Store {
     /// # Errors
     /// If the file system does not answer.
     pub fn free_bytes(&self) -> Result<u64> {
+        Ok(self.space()?.1)
+    }
+
+    /// All bytes of the store's file system, and those free for new data.
+    ///
+    /// # Errors
+    /// If the file system does not answer.
+    pub fn space(&self) -> Result<(u64, u64)> {
         let stat = rustix::fs::statvfs(&self.root)
             .map_err(|cause| Error::internal("cannot ask the store for its free space", cause))?;
-        Ok((stat.f_bavail * stat.f_frsize).saturating_sub(RESERVE_BYTES))
+        let free = (stat.f_bavail * stat.f_frsize).saturating_sub(RESERVE_BYTES);
+        Ok((stat.f_blocks * stat.f_frsize, free))
     }
 
     /// Removes a whole directory; missing is fine.
@@ -198,7 +221,9 @@ impl Store {
     /// If something in it cannot be removed.
     pub async fn remove(&self, dir: PathBuf) -> Result<()> {
         let gone = tokio::task::spawn_blocking(move || {
-            remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))
+            remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
+            keiki_sys::failpoint::reach("remove");
+            anyhow::Ok(())
         })
         .await;
         gone.map_err(|cause| Error::internal("a removal was interrupted", cause))?

@@ -15,6 +15,7 @@
 //! version, names that are plain, files that are regular and no symlinks, exact sizes, bounds, and the
 //! digest of the device state. RAM is not hashed (a second a GiB on every restore); its size is.
 
+pub mod layer;
 mod manifest;
 mod open;
 

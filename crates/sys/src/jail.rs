@@ -15,7 +15,8 @@ use rustix::{
     fs::{CWD, Gid, Mode, OFlags, Uid},
     io::Errno,
     mount::{
-        MountFlags, MountPropagationFlags, UnmountFlags, mount_bind, mount_change, mount_remount, unmount,
+        MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, mount_remount,
+        unmount,
     },
     process::{Resource, Rlimit, chdir, pivot_root, setrlimit},
     thread::{
@@ -48,6 +49,17 @@ pub struct Limits {
     pub file_bytes: u64,
     /// Added to its score when the host runs out of memory, -1000 to 1000.
     pub oom_score_adj: i16,
+}
+
+impl Limits {
+    fn to_rlimits(self) -> [(Resource, u64); 4] {
+        [
+            (Resource::Core, 0),
+            (Resource::Nofile, self.files),
+            (Resource::Nproc, self.tasks),
+            (Resource::Fsize, self.file_bytes),
+        ]
+    }
 }
 
 /// A file or directory of the host, and where it appears. The place must exist in the jail's root.
@@ -113,12 +125,7 @@ impl Jail {
             uid: Uid::from_raw(id),
             gid: Gid::from_raw(id),
             oom_score_adj: limits.oom_score_adj.to_string(),
-            limits: [
-                (Resource::Core, 0),
-                (Resource::Nofile, limits.files),
-                (Resource::Nproc, limits.tasks),
-                (Resource::Fsize, limits.file_bytes),
-            ],
+            limits: limits.to_rlimits(),
         };
         for name in SYSTEM.into_iter().chain([LOADER_CACHE]) {
             let host = Path::new("/").join(name);
@@ -142,6 +149,12 @@ impl Jail {
 
     /// Puts the calling process in. Between fork and exec: allocates nothing, takes no lock.
     pub(crate) fn enter(&self) -> io::Result<()> {
+        self.limit()?;
+        self.leave_host_files()?;
+        self.leave_privileges()
+    }
+
+    fn limit(&self) -> io::Result<()> {
         let score = rustix::fs::openat(
             CWD,
             c"/proc/self/oom_score_adj",
@@ -152,8 +165,7 @@ impl Jail {
         for (resource, most) in self.limits {
             setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) })?;
         }
-        self.leave_host_files()?;
-        self.leave_privileges()
+        Ok(())
     }
 
     fn leave_host_files(&self) -> io::Result<()> {
@@ -166,6 +178,11 @@ impl Jail {
             mount_remount(&*bind.to, bind.flags, c"")?;
         }
         chdir(&*self.root)?;
+        self.pivot()
+    }
+
+    /// The working directory, a mount, becomes the root.
+    fn pivot(&self) -> io::Result<()> {
         // The old root lies under the new one at the same place, and goes.
         pivot_root(c".", c".")?;
         unmount(c".", UnmountFlags::DETACH)?;
@@ -190,6 +207,33 @@ impl Jail {
         set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?;
         Ok(set_no_new_privs(true)?)
     }
+}
+
+/// Puts the calling process, which has one thread, into an empty root with namespaces of its own for mounts, network, IPC
+/// and host name, as the user and group number `id`, without capabilities. Descriptors it has, it keeps.
+///
+/// # Errors
+/// Those of the calls. What was left cannot be had back: the process should end.
+pub fn enter_empty(id: u32, limits: Limits) -> io::Result<()> {
+    let nobody = Jail {
+        root: c"/proc".into(),
+        binds: Vec::new(),
+        uid: Uid::from_raw(id),
+        gid: Gid::from_raw(id),
+        oom_score_adj: limits.oom_score_adj.to_string(),
+        limits: limits.to_rlimits(),
+    };
+    nobody.limit()?;
+    let flags = UnshareFlags::NEWNS | UnshareFlags::NEWIPC | UnshareFlags::NEWNET | UnshareFlags::NEWUTS;
+    // SAFETY: the process has one thread and shares its descriptor table with nobody; the flags leave it.
+    unsafe { unshare_unsafe(flags) }?;
+    mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    // Every host has this directory, and in here nobody sees what lies below.
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    mount(c"keiki", &*nobody.root, c"tmpfs", flags, c"size=4k,mode=555")?;
+    chdir(&*nobody.root)?;
+    nobody.pivot()?;
+    nobody.leave_privileges()
 }
 
 #[cfg(test)]

@@ -2,7 +2,9 @@
 //! agent in which `unsafe` is allowed, each use with its reason.
 #![allow(unsafe_code)]
 
+pub mod failpoint;
 pub mod files;
+pub mod host;
 pub mod jail;
 pub mod netns;
 pub mod pages;

@@ -91,10 +91,15 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         for region in regions.iter().take(count) {
             push(&mut found, region.start..region.end);
         }
-        if arg.walk_end <= at {
-            return Err(io::Error::other("the page scan does not advance"));
+        if count < regions.len() {
+            break;
         }
-        at = arg.walk_end;
+        // Where the kernel says that it stopped may lie before what it returned (it keeps the place of an earlier stop, after
+        // every 512 ranges). What it returned is in order and complete.
+        match regions.last() {
+            Some(last) if last.end > at => at = last.end,
+            _ => return Err(io::Error::other("the page scan does not advance")),
+        }
     }
     Ok(found)
 }

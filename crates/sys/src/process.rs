@@ -2,7 +2,7 @@
 
 use crate::jail::Jail;
 use rustix::{
-    fd::{AsFd, BorrowedFd, OwnedFd},
+    fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
     io::{Errno, FdFlags, fcntl_setfd},
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
     thread::{LinkNameSpaceType, move_into_link_name_space},
@@ -11,6 +11,7 @@ use std::{
     fs, io,
     os::unix::process::CommandExt,
     process::{ChildStderr, Command},
+    time::Duration,
 };
 
 /// A process held by a descriptor: its number may be used again, the descriptor never means another.
@@ -87,6 +88,20 @@ impl Process {
         self.start_time
     }
 
+    /// CPU time it has used, user and system. None if it has ended.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub fn cpu_time(&self) -> io::Result<Option<Duration>> {
+        cpu_time(self.pid)
+    }
+
+    /// Has it not ended yet?
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        lives(&self.fd)
+    }
+
     /// Kills it. Gone already: no error.
     ///
     /// # Errors
@@ -130,6 +145,25 @@ impl std::os::fd::AsRawFd for Process {
     }
 }
 
+/// Takes over a descriptor that this process was started with, by its number. Nothing it starts will have it.
+///
+/// # Errors
+/// If there is no such descriptor, or it is one of the standard ones.
+pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
+    if fd < 3 {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a number above the standard descriptors",
+        ));
+    }
+    // SAFETY: asking for the flags of a number is harmless where nothing is open, and says so.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is open, and whoever started this process put it there for it. Nothing else of this process knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.
 fn lives(fd: &OwnedFd) -> bool {
     let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
@@ -137,16 +171,40 @@ fn lives(fd: &OwnedFd) -> bool {
     !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
 }
 
-/// Field 22 of `/proc/PID/stat`. The name before it may hold anything, so count from its end.
+/// CPU time a process has used, user and system. None if there is no such process.
+///
+/// # Errors
+/// Those of reading.
+pub fn cpu_time(pid: u32) -> io::Result<Option<Duration>> {
+    let Some([user, system]) = stat(pid, [14, 15])? else { return Ok(None) };
+    let ticks = (user + system) as f64 / rustix::param::clock_ticks_per_second().max(1) as f64;
+    Ok(Some(Duration::from_secs_f64(ticks)))
+}
+
 fn start_time(pid: u32) -> io::Result<Option<u64>> {
+    Ok(stat(pid, [22])?.map(|[start]| start))
+}
+
+/// Fields of `/proc/PID/stat`, by their numbers in proc(5). The name before them may hold anything, so they are
+/// counted from its end.
+fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64; N]>> {
+    /// The first field behind the name.
+    const STATE: usize = 3;
     let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
-    Ok(after.split_ascii_whitespace().nth(19).and_then(|field| field.parse().ok()))
+    let after: Vec<&str> =
+        stat.rsplit_once(')').map_or("", |(_, after)| after).split_ascii_whitespace().collect();
+    let number = |field: usize| after.get(field - STATE).and_then(|text| text.parse().ok());
+    let mut numbers = [0; N];
+    for (number_of, field) in numbers.iter_mut().zip(fields) {
+        let Some(value) = number(field) else { return Ok(None) };
+        *number_of = value;
+    }
+    Ok(Some(numbers))
 }
 
 #[cfg(test)]
@@ -155,11 +213,25 @@ mod tests {
     use std::process::Command;
 
     #[test]
+    fn cpu_time_grows_with_work() -> std::io::Result<()> {
+        let used = || super::cpu_time(std::process::id()).map(Option::unwrap_or_default);
+        let before = used()?;
+        let begun = std::time::Instant::now();
+        while used()? <= before {
+            assert!(begun.elapsed() < std::time::Duration::from_secs(20), "no time passed");
+        }
+        assert!(super::cpu_time(u32::MAX)?.is_none());
+        Ok(())
+    }
+
+    #[test]
     fn spawned_is_killed_and_reaped() -> std::io::Result<()> {
         let (process, _) = Process::spawn(Command::new("sleep").arg("60"), Setup::default())?;
         assert_eq!(process.try_reap(), None);
+        assert!(process.is_alive());
         let again = Process::open(process.pid())?.ok_or_else(|| std::io::Error::other("gone"))?;
         assert_eq!(again.start_time(), process.start_time());
+        assert!(process.cpu_time()?.is_some_and(|used| used < std::time::Duration::from_secs(5)));
         process.kill()?;
         let how = loop {
             if let Some(how) = process.try_reap() {
@@ -168,6 +240,7 @@ mod tests {
             std::thread::yield_now();
         };
         assert_eq!(how, "signal 9");
+        assert!(!process.is_alive());
         process.kill()?;
         assert!(Process::open(process.pid())?.is_none_or(|other| other.start_time() != process.start_time()));
         Ok(())

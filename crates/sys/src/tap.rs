@@ -6,7 +6,7 @@ use rustix::fs::{CWD, Mode, OFlags};
 use std::{
     fs::File,
     io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
 /// `TUNSETIFF` of `linux/if_tun.h`.
@@ -51,5 +51,39 @@ fn attach(name: &str, flags: libc::c_int) -> io::Result<File> {
 pub fn persist(tap: &File) -> io::Result<()> {
     // SAFETY: the descriptor is open, and TUNSETPERSIST takes its argument by value.
     let done = unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETPERSIST as _, 1 as libc::c_ulong) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// `TUNSETOFFLOAD` of `linux/if_tun.h`.
+const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
+/// `TUNSETVNETHDRSZ` of `linux/if_tun.h`.
+const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
+
+/// What whoever reads frames from a tap can finish by itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Offloads {
+    /// Checksums.
+    pub checksum: bool,
+    /// Cutting TCP over IPv4 into segments; needs `checksum`.
+    pub tso4: bool,
+    /// The same over IPv6.
+    pub tso6: bool,
+}
+
+/// Says what the reader of this tap can finish by itself.
+pub fn set_offloads(tap: impl AsFd, offloads: Offloads) -> io::Result<()> {
+    let flag = |set: bool, flag: libc::c_uint| if set { libc::c_ulong::from(flag) } else { 0 };
+    let flags = flag(offloads.checksum, libc::TUN_F_CSUM)
+        | flag(offloads.checksum && offloads.tso4, libc::TUN_F_TSO4)
+        | flag(offloads.checksum && offloads.tso6, libc::TUN_F_TSO6);
+    // SAFETY: the descriptor is open, and TUNSETOFFLOAD takes its argument by value.
+    let done = unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), TUNSETOFFLOAD as _, flags) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Sets the length of the header before each frame.
+pub fn set_header_len(tap: impl AsFd, bytes: i32) -> io::Result<()> {
+    // SAFETY: the descriptor is open, and TUNSETVNETHDRSZ reads one int, which outlives the call.
+    let done = unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), TUNSETVNETHDRSZ as _, &raw const bytes) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -87,6 +87,10 @@ pub struct Sandbox {
     /// Memory use; only where asked for (`GET` of one sandbox, or `?memory=true` on the list).
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub memory: Option<MemoryUse>,
+    /// CPU time that its machine has used since this machine began, in ms; where memory use is shown and the engine
+    /// measures it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub cpu_ms: Option<u64>,
     /// How long the steps that made it took.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub timings: Option<Timings>,
@@ -446,6 +450,143 @@ pub struct Lifecycle {
     pub idle_seconds: u64,
 }
 
+/// A TCP port that something in a sandbox listens on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Port {
+    /// Its number.
+    pub port: u16,
+    /// Where it listens, inside: `0.0.0.0`, `127.0.0.1`, `::`.
+    pub address: String,
+    /// Whose it is, where that was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Name of that process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<String>,
+}
+
+/// `GET /v1/sandboxes/{id}/ports`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct PortList {
+    /// By number.
+    pub items: Vec<Port>,
+}
+
+/// `POST /v1/sandboxes/{id}/previews`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct CreatePreview {
+    /// Port inside, 1 to 65535.
+    pub port: u16,
+    /// How long the link may be used: 1 to 604800 (a week); default 3600.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<i64>,
+}
+
+/// A link to a port of a sandbox, for a browser.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Preview {
+    /// The link. Whoever has it may use this port of this sandbox, and nothing else.
+    pub url: String,
+    /// The port.
+    pub port: u16,
+    /// Until when; none where the node asks for no keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<String>,
+}
+
+/// What happened to a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub enum EventKind {
+    /// It is listed; its machine is being made.
+    Created,
+    /// It was released to its user, or found running by a node that started.
+    Running,
+    /// Its vCPUs stand still.
+    Paused,
+    /// They run again.
+    Resumed,
+    /// It was taken at one instant, and went on or ended: `ms` is how long its vCPUs stood still.
+    Frozen,
+    /// `children` branched off.
+    Forked,
+    /// `snapshot_id` is durable.
+    Snapshotted,
+    /// Stored and stopped.
+    Hibernated,
+    /// Back, under its id.
+    Woken,
+    /// Its TTL ran out; what follows says whether it was deleted or hibernated.
+    Expired,
+    /// Gone.
+    Deleted,
+    /// Its machine ended by itself, or it could not be made: `reason`.
+    Failed,
+}
+
+impl EventKind {
+    /// The word used on the wire.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Created => "created",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Resumed => "resumed",
+            Self::Frozen => "frozen",
+            Self::Forked => "forked",
+            Self::Snapshotted => "snapshotted",
+            Self::Hibernated => "hibernated",
+            Self::Woken => "woken",
+            Self::Expired => "expired",
+            Self::Deleted => "deleted",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// One thing that happened to a sandbox.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Event {
+    /// Its number on this node: only grows, not without gaps.
+    pub seq: u64,
+    /// When.
+    pub at: String,
+    /// Whose.
+    pub sandbox_id: SandboxId,
+    /// What.
+    pub kind: EventKind,
+    /// `failed`: why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// How long it took, in ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ms: Option<f64>,
+    /// `created`: the sandbox it was forked from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_sandbox_id: Option<SandboxId>,
+    /// `created`: restored from it. `snapshotted`: the new one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot_id: Option<SnapshotId>,
+    /// `forked`: who.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub children: Vec<SandboxId>,
+}
+
+/// `GET /v1/sandboxes/{id}/events`, `GET /v1/events`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct EventList {
+    /// Oldest first.
+    pub items: Vec<Event>,
+}
+
 /// A template.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
@@ -488,9 +629,12 @@ pub struct BuildTemplate {
     /// Root disk in MiB; default the template's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_mb: Option<u64>,
-    /// Build even if the result would be the same.
+    /// Take newer packages, and bake, even if the result would be the same.
     #[serde(default)]
     pub force: bool,
+    /// Bake again although nothing has changed, from the packages that are there.
+    #[serde(default)]
+    pub rebake: bool,
 }
 
 /// `GET /v1/templates`.

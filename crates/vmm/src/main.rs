@@ -1,3 +1,26 @@
 //! The binary: everything is in the library.
 
-fn main() {}
+use keiki_control::Start;
+
+fn main() {
+    if std::env::args_os().nth(1).is_some_and(|word| word == "--probe") {
+        return probe();
+    }
+    match Start::from_args(std::env::args_os().skip(1)) {
+        Ok(start) => keiki_vmm::process::live(&start),
+        Err(error) => end(&error.to_string()),
+    }
+}
+
+/// `keiki-vmm VERSION SPEED`, or why not.
+fn probe() {
+    match keiki_vmm::probe::instructions_per_second() {
+        Ok(speed) => println!("keiki-vmm {} {speed}", env!("CARGO_PKG_VERSION")),
+        Err(why) => end(&why),
+    }
+}
+
+fn end(why: &str) -> ! {
+    eprintln!("keiki-vmm: {why}");
+    std::process::exit(keiki_vmm::process::EXIT_START)
+}

@@ -6,7 +6,8 @@ use crate::{
     node::{Node, Options},
     sandbox::Sandbox,
 };
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use futures::future::{join_all, try_join_all};
 use keiki_types::api::{CreateSandbox, ForkSandbox};
 use std::{fs, sync::Arc, time::Duration};
 
@@ -43,6 +44,55 @@ pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<
     node.finish().await
 }
 
+/// Parallel requests near a full disk: each is done whole, or refused with nothing made; none fails in the middle.
+pub async fn room_is_promised_once(world: Arc<World>) -> Result<()> {
+    let node = Node::start(&world.places, Options::named("near").store_gib(3)).await?;
+    node.bake().await?;
+    let client = node.client.clone().with_retry_budget(Duration::ZERO);
+    let sandboxes = try_join_all((0..5).map(|_| Sandbox::create(&client))).await?;
+    // A guest's pages that would all have to be written: half of its RAM.
+    let dirty = "head -c 100M /dev/urandom > /dev/shm/dirty";
+    try_join_all(sandboxes.iter().map(|sandbox| sandbox.sh(dirty))).await?;
+    let ballast = node.data.join("store/ballast");
+    // The node's own reserve, and room for two snapshots of the five, as each is promised all of a guest's RAM.
+    fill_but(&ballast, (256 + 2 * 272 + 100) << 20)?;
+    let snapshots = join_all(sandboxes.iter().map(|sandbox| client.snapshot(sandbox.id))).await;
+    let statuses: Vec<u16> = snapshots
+        .iter()
+        .map(|done| done.as_ref().map_or_else(|error| error.status().unwrap_or(0), |_| 201))
+        .collect();
+    println!("        five snapshots with room for two: {statuses:?}");
+    ensure!(statuses.iter().all(|status| [201, 503, 507].contains(status)), "{statuses:?}");
+    ensure!(statuses.contains(&201) && statuses.contains(&503), "{statuses:?}");
+    let made = statuses.iter().filter(|status| **status == 201).count();
+    ensure!(
+        fs::read_dir(node.data.join("store/snapshots"))?.count() == made,
+        "a refused snapshot left files"
+    );
+    for snapshot in snapshots.into_iter().flatten() {
+        client.delete_snapshot(snapshot.id).await?;
+    }
+    let room = free(&node.data.join("store"))?.saturating_sub((256 + 40) << 20);
+    let more = node.data.join("store/more-ballast");
+    take(&more, room)?;
+    let request = CreateSandbox::default();
+    let creates = join_all((0..6).map(|_| client.create(&request))).await;
+    let statuses: Vec<u16> = creates
+        .iter()
+        .map(|done| done.as_ref().map_or_else(|error| error.status().unwrap_or(0), |_| 201))
+        .collect();
+    println!("        six creates with room for two: {statuses:?}");
+    ensure!(statuses.iter().all(|status| [201, 503, 507].contains(status)), "{statuses:?}");
+    ensure!(statuses.iter().any(|status| *status != 201), "there was not room for all: {statuses:?}");
+    for sandbox in &sandboxes {
+        ensure!(sandbox.sh("stat -c %s /dev/shm/dirty").await? == "104857600", "a sandbox lost something");
+    }
+    for file in [ballast, more] {
+        fs::remove_file(file)?;
+    }
+    node.finish().await
+}
+
 fn free(dir: &std::path::Path) -> Result<u64> {
     let stat = rustix::fs::statvfs(dir)?;
     Ok(stat.f_bavail * stat.f_frsize)
@@ -50,9 +100,19 @@ fn free(dir: &std::path::Path) -> Result<u64> {
 
 /// Takes all but the last few MiB.
 fn fill(ballast: &std::path::Path) -> Result<()> {
+    fill_but(ballast, 8 << 20)
+}
+
+/// Takes all but so many bytes.
+fn fill_but(ballast: &std::path::Path, left: u64) -> Result<()> {
+    let here = ballast.parent().context("no directory")?;
+    take(ballast, free(here)?.saturating_sub(left))
+}
+
+fn take(ballast: &std::path::Path, size: u64) -> Result<()> {
     let file = fs::File::create(ballast)?;
-    let stat = rustix::fs::fstatvfs(&file)?;
-    let size = (stat.f_bavail * stat.f_frsize).saturating_sub(8 << 20);
-    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size)?;
+    if size > 0 {
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, size)?;
+    }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use super::refused;
 use crate::{World, sandbox::Sandbox};
 use anyhow::{Result, ensure};
+use futures::TryStreamExt;
 use keiki_types::{
     Status,
     api::{CreateSandbox, ExecRequest, SetLifecycle},
@@ -101,6 +102,8 @@ pub async fn a_guest_that_dies_is_reported(world: Arc<World>) -> Result<()> {
         refusal.as_ref().and_then(keiki_client::Error::console).is_some_and(|tail| tail.contains("panic"));
     ensure!(told, "the refusal does not show the console: {refusal:?}");
     refused(client.exec(sandbox.id, &echo()).await, 409, "has failed")?;
+    let logs: Vec<_> = client.logs(sandbox.id, keiki_client::LogStream::Both).await?.try_collect().await?;
+    ensure!(String::from_utf8_lossy(&logs.concat()).contains("panic"), "its log does not tell");
     ensure!(bystander.sh("echo fine").await? == "fine", "another sandbox suffered");
     sandbox.kill().await
 }

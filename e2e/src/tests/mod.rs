@@ -1,17 +1,24 @@
 //! The tests, by what they are about.
 
 mod api;
+mod bench;
 mod crash;
 mod disk;
 mod exec;
+mod failpoints;
 mod files;
 mod lifecycle;
 mod lineage;
+mod load;
+mod memory;
 mod network;
+mod observe;
 mod ports;
+mod previews;
 mod races;
 mod sessions;
 mod state;
+pub mod templates;
 mod trees;
 
 use crate::Test;
@@ -67,10 +74,13 @@ pub fn all() -> Vec<(&'static str, Test)> {
         lineage::chained_snapshots,
         lineage::many_children_at_once,
         lineage::a_fork_is_all_or_nothing,
+        memory::a_guest_that_frees_memory_shrinks,
         lifecycle::paused_and_resumed,
         lifecycle::hibernated_and_woken_by_use,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
+        bench::a_quick_run_measures_and_leaves_nothing,
+        races::a_named_request_is_carried_out_once,
         races::a_snapshot_deleted_while_it_is_restored,
         races::what_ends_under_a_command_says_so,
         races::twenty_commands_wake_it_once,
@@ -80,12 +90,27 @@ pub fn all() -> Vec<(&'static str, Test)> {
         races::one_directory_has_one_node,
         races::building_is_single_flight,
         races::a_stopping_node_lets_things_end,
+        observe::events_tell_a_life,
+        observe::a_sandbox_is_listed_while_it_is_made,
+        observe::events_survive_the_node,
+        observe::metrics_count_what_happens,
+        previews::a_server_inside_is_reached_by_path,
+        previews::events_and_websockets_go_through,
+        previews::a_request_wakes_and_copies_serve_for_themselves,
         network::two_restores_at_once_have_network_and_names,
         network::egress_defaults,
         sessions::it_goes_on_without_the_node,
+        load::a_slow_command_delays_no_other_sandbox,
+        load::thirty_two_clients_and_nothing_is_left,
+        templates::a_template_of_ones_own_is_a_file,
+        templates::a_code_interpreter_has_its_imports_done,
+        templates::the_examples_run,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
+        failpoints::a_node_killed_at_any_step_of_any_verb,
+        failpoints::a_node_killed_while_it_bakes_or_starts,
         disk::a_full_disk_refuses_and_loses_nothing,
+        disk::room_is_promised_once,
     ]
 }
 

@@ -55,6 +55,48 @@ pub async fn a_snapshot_deleted_while_it_is_restored(world: Arc<World>) -> Resul
     Ok(())
 }
 
+pub async fn a_named_request_is_carried_out_once(world: Arc<World>) -> Result<()> {
+    let mut node = Node::start(&world.places, Options::named("named")).await?;
+    node.bake().await?;
+    let named = |node: &Node, key: &str| node.client.clone().named(key);
+    let two = ForkSandbox { count: Some(2), ..ForkSandbox::default() };
+    // At the same time, and after a caller who left: one sandbox.
+    let first = named(&node, "create");
+    let left = first.clone();
+    let leaver = tokio::spawn(async move { left.create(&CreateSandbox::default()).await });
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    leaver.abort();
+    let request = CreateSandbox::default();
+    let (one, other) = tokio::join!(first.create(&request), first.create(&request));
+    let parent = one?.id;
+    ensure!(parent == other?.id, "two sandboxes of one name");
+    let children = named(&node, "fork").fork(parent, &two).await?.children;
+    let snapshot = named(&node, "snapshot").snapshot(parent).await?;
+    ensure!(node.client.list(false).await?.len() == 3, "not one parent and two children");
+
+    // A crash changes nothing.
+    node.kill().await?;
+    let node = node.restart().await?;
+    ensure!(named(&node, "create").create(&request).await?.id == parent, "another parent after a crash");
+    let again = named(&node, "fork").fork(parent, &two).await?;
+    let ids =
+        |children: &[keiki_types::api::Sandbox]| children.iter().map(|child| child.id).collect::<Vec<_>>();
+    ensure!(ids(&again.children) == ids(&children), "other children after a crash");
+    ensure!(named(&node, "snapshot").snapshot(parent).await?.id == snapshot.id, "another snapshot");
+    ensure!(node.client.list(false).await?.len() == 3, "something was made anew");
+
+    // Another request under the name is refused; what is gone stays gone; a request that failed is tried anew.
+    let other = CreateSandbox { ttl_seconds: Some(77), ..CreateSandbox::default() };
+    refused(named(&node, "create").create(&other).await, 422, "used for another request")?;
+    refused(named(&node, "fork").snapshot(parent).await, 422, "used for another request")?;
+    node.client.delete(children[1].id).await?;
+    refused(named(&node, "fork").fork(parent, &two).await, 409, "has been deleted since")?;
+    let early = CreateSandbox { template: Some("nope".into()), ..CreateSandbox::default() };
+    refused(named(&node, "early").create(&early).await, 404, "nope")?;
+    ensure!(named(&node, "early").create(&request).await.is_ok(), "a request that failed kept its name");
+    node.finish().await
+}
+
 pub async fn what_ends_under_a_command_says_so(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let sandbox = Sandbox::create(client).await?;

@@ -129,7 +129,7 @@ pub async fn cp_copies_trees_both_ways(world: Arc<World>) -> Result<()> {
         let done = Command::new("sh")
             .args(["-c", &line])
             .current_dir(&home)
-            .env("KEIKI", world.places.keiki())
+            .env("KEIKI", world.places.program("keiki"))
             .env("KEIKI_URL", sandbox.client.url())
             .output()
             .await?;

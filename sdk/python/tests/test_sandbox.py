@@ -9,10 +9,10 @@ import time
 import unittest
 from unittest import mock
 
+from twins import both
 from wire import SANDBOX, WireTest, answer, child, chunked
 
 import keiki
-from keiki import Sandbox, Snapshot
 
 ID = SANDBOX["id"]
 SNAPSHOT = {"id": "0189-snap", "sandbox_id": ID, "template": "base", "size_bytes": 4096, "metadata": None}
@@ -22,10 +22,11 @@ def frame(name: str, data: object) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 
+@both
 class Verbs(WireTest):
     def setUp(self) -> None:
         super().setUp()
-        self.sandbox = Sandbox(SANDBOX, self.client)
+        self.sandbox = self.api.Sandbox(SANDBOX, self.client)
 
     def sent(self, at: int = -1) -> tuple[str, str, object]:
         request = self.requests[at]
@@ -33,9 +34,9 @@ class Verbs(WireTest):
 
     def test_create_sends_only_what_was_given(self) -> None:
         self.script(answer(201, SANDBOX), answer(201, SANDBOX))
-        sandbox = Sandbox.create(client=self.client)
+        sandbox = self.api.Sandbox.create(client=self.client)
         self.assertEqual(self.sent(), ("POST", "/v1/sandboxes", {}))
-        Sandbox.create(
+        self.api.Sandbox.create(
             template="base", ttl_seconds=0, persistent=True, metadata={"k": "v"}, client=self.client
         )
         wanted = {"template": "base", "ttl_seconds": 0, "persistent": True, "metadata": {"k": "v"}}
@@ -81,10 +82,10 @@ class Verbs(WireTest):
             self.sent(), ("POST", "/v1/sandboxes", {"from_snapshot": SNAPSHOT["id"], "ttl_seconds": 300})
         )
         self.assertEqual(snapshot.restore().id, child(3)["id"])
-        [listed] = Snapshot.list(sandbox_id=ID, client=self.client)
+        [listed] = self.api.Snapshot.list(sandbox_id=ID, client=self.client)
         self.assertEqual(self.sent(), ("GET", f"/v1/snapshots?sandbox_id={ID}", None))
         self.assertEqual((listed.id, listed.metadata, listed.timings), (SNAPSHOT["id"], {}, None))
-        Snapshot.get(SNAPSHOT["id"], client=self.client).delete()
+        self.api.Snapshot.get(SNAPSHOT["id"], client=self.client).delete()
         self.assertEqual(self.sent(), ("DELETE", f"/v1/snapshots/{SNAPSHOT['id']}", None))
 
     def test_life(self) -> None:
@@ -104,26 +105,60 @@ class Verbs(WireTest):
         self.script(answer(200, "gone to sleep\nü".encode()))
         self.assertEqual(self.sandbox.logs(), "gone to sleep\nü")
 
+    def test_events(self) -> None:
+        event = {"seq": 12, "at": "t", "sandbox_id": ID, "kind": "forked", "children": ["a", "b"], "later": 1}
+        self.script(answer(200, {"items": [event]}), answer(200, {"items": []}))
+        [got] = self.sandbox.events(since=7, limit=5)
+        self.assertEqual(self.sent(), ("GET", f"/v1/sandboxes/{ID}/events?since=7&limit=5", None))
+        self.assertEqual((got.seq, got.kind, got.children, got.ms), (12, "forked", ("a", "b"), None))
+        self.assertEqual(self.client.events(), [])
+        self.assertEqual(self.sent()[1], "/v1/events")
+
+    def test_followed_events_go_on_where_the_connection_broke(self) -> None:
+        def happened(seq: int, **more: object) -> bytes:
+            return frame("x", {"seq": seq, "at": "t", "sandbox_id": ID, "kind": "paused", **more})
+
+        self.script(
+            chunked(happened(3), happened(5, ms=1.5), finish=False),
+            chunked(b": nothing happens\n\n", finish=False),
+            chunked(happened(8)),
+        )
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            with self.sandbox.events_stream() as events:
+                self.assertEqual(
+                    [(event.seq, event.ms) for event in events], [(3, None), (5, 1.5), (8, None)]
+                )
+        self.assertEqual(
+            [request.path.partition("?")[2] for request in self.requests],
+            ["follow=true", "since=5&follow=true", "since=5&follow=true"],
+        )
+        self.script(*[chunked(finish=False)] * 3)
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            with self.assertRaises(keiki.ConnectionError):
+                list(self.client.events_stream(since=1))
+        self.assertEqual(len(self.requests), 6, "not for ever")
+
     def test_context_manager(self) -> None:
         self.script(answer(204))
         with self.sandbox:
             pass
         self.assertEqual(self.sent(), ("DELETE", f"/v1/sandboxes/{ID}", None))
         self.requests.clear()
-        with Sandbox(dict(SANDBOX, persistent=True), self.client):
+        with self.api.Sandbox(dict(SANDBOX, persistent=True), self.client):
             pass
         with self.sandbox:  # killed by hand already
             pass
         self.assertEqual(self.requests, [])
         self.script(answer(404, {"error": "gone"}))
-        with Sandbox(SANDBOX, self.client):
+        with self.api.Sandbox(SANDBOX, self.client):
             pass
 
 
+@both
 class Exec(WireTest):
     def setUp(self) -> None:
         super().setUp()
-        self.sandbox = Sandbox(SANDBOX, self.client)
+        self.sandbox = self.api.Sandbox(SANDBOX, self.client)
 
     def test_buffered(self) -> None:
         raw = b"\xff\x00"
@@ -198,7 +233,7 @@ class Exec(WireTest):
     def test_the_result_keeps_a_bounded_part(self) -> None:
         self.script(chunked(*[frame("stdout", {"chunk": "abcdé"})] * 3, frame("exit", {"exit_code": 0})))
         seen: list[str] = []
-        with mock.patch("keiki.sandbox.KEEP_BYTES", 8):
+        with mock.patch("keiki._exec.KEEP_BYTES", 8):
             result = self.sandbox.exec("x", on_stdout=seen.append)
         self.assertEqual("".join(seen), "abcdé" * 3)
         self.assertEqual((result.stdout_bytes, result.truncated), (b"abcd\xc3\xa9ab", True))
@@ -233,7 +268,11 @@ class Exec(WireTest):
 
         with self.assertRaises(LookupError):
             self.sandbox.exec("x", on_stdout=fail)
-        self.assertEqual(self.client._transport._idle, [], "the half-read connection is not kept")
+        self.script(answer(200, SANDBOX))
+        self.sandbox.refresh()
+        self.assertEqual(
+            len({request.peer for request in self.requests}), 2, "a half-read connection was kept"
+        )
 
     def test_events(self) -> None:
         self.script(
@@ -244,10 +283,78 @@ class Exec(WireTest):
         self.assertEqual((got[0].data, got[1].exit_code, got[1].duration_ms), (b"a", 1, 5))
 
 
+@both
+class Commands(WireTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.sandbox = self.api.Sandbox(SANDBOX, self.client)
+
+    def test_start_find_and_end(self) -> None:
+        running = {"id": "c1", "status": "running", "argv": ["cat"], "pid": 4, "stdout_bytes": 0}
+        ended = dict(running, status="exited", exit_code=3, duration_ms=7)
+        self.script(
+            answer(201, running),
+            answer(200, {"bytes": 2}),
+            answer(200, {"bytes": 0}),
+            answer(204),
+            answer(200, {"items": [running, ended]}),
+            answer(200, ended),
+            answer(204),
+        )
+        command = self.sandbox.start(["cat"], stdin_open=True)
+        self.assertEqual((command.id, command.status, command.exit_code), ("c1", "running", None))
+        self.assertEqual(command.write("hi"), 2)
+        command.close_stdin()
+        command.signal("TERM")
+        self.assertEqual([other.exit_code for other in self.sandbox.commands()], [None, 3])
+        found = self.sandbox.command("c1")
+        self.assertEqual((found.exit_code, found.duration_ms, found.argv), (3, 7, ("cat",)))
+        found.kill()
+        sent = [(r.method, r.path.removeprefix(f"/v1/sandboxes/{ID}/execs"), r.body) for r in self.requests]
+        self.assertEqual(
+            sent,
+            [
+                ("POST", "", b'{"argv": ["cat"], "stdin_open": true}'),
+                ("POST", "/c1/stdin", b"hi"),
+                ("POST", "/c1/stdin?eof=true", b""),
+                ("POST", "/c1/signal", b'{"signal": "TERM"}'),
+                ("GET", "", b""),
+                ("GET", "/c1", b""),
+                ("DELETE", "/c1", b""),
+            ],
+        )
+
+    def test_a_reader_goes_on_where_the_connection_broke(self) -> None:
+        command = self.api.Command({"id": "c1"}, self.client, ID)
+        first = b'id: 4-0\nevent: stdout\ndata: {"chunk":"abcd","offset":0}\n\n'
+        more = b'id: 6-0\nevent: stdout\ndata: {"chunk":"ef","offset":4}\n\n'
+        self.script(chunked(first, finish=False), chunked(more, frame("exit", {"exit_code": 5})))
+        with mock.patch("random.uniform", lambda low, high: 0.0):
+            events = list(command.stream(stdout_offset=0))
+        self.assertEqual(
+            [(e.kind, e.text, e.offset) for e in events[:2]], [("stdout", "abcd", 0), ("stdout", "ef", 4)]
+        )
+        self.assertEqual(events[2].exit_code, 5)
+        self.assertEqual([r.headers.get("Last-Event-ID") for r in self.requests], [None, "4-0"])
+        self.assertEqual(
+            {r.path for r in self.requests}, {f"/v1/sandboxes/{ID}/execs/c1/stream?stdout_offset=0"}
+        )
+
+    def test_waiting_has_a_limit(self) -> None:
+        command = self.api.Command({"id": "c1"}, self.client, ID)
+        running, ended = {"id": "c1", "status": "running"}, {"id": "c1", "status": "exited", "exit_code": 0}
+        self.script(answer(200, running), answer(200, running), answer(200, ended))
+        self.assertEqual(command.wait(), 0)
+        self.script(answer(200, running))
+        with self.assertRaises(keiki.TimeoutError_):
+            command.wait(timeout_seconds=0)
+
+
+@both
 class Files(WireTest):
     def setUp(self) -> None:
         super().setUp()
-        self.files = Sandbox(SANDBOX, self.client).filesystem
+        self.files = self.api.Sandbox(SANDBOX, self.client).filesystem
 
     def test_bytes_stay_bytes(self) -> None:
         every = bytes(range(256)) * 700

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Callable
 
-from keiki import Client
+from twins import BLOCKING
 
 
 @dataclass
@@ -129,10 +129,13 @@ class Server:
 class WireTest(unittest.TestCase):
     """A server and a client that talks to it."""
 
+    #: The classes of the client under test.
+    api: Any = BLOCKING
+
     def setUp(self) -> None:
         self.server = Server()
         self.addCleanup(self.server.close)
-        self.client = Client(self.server.url, "key", timeout=5.0)
+        self.client = self.api.Client(self.server.url, "key", timeout=5.0)
         self.addCleanup(self.client.close)
 
     def script(self, *answers: Answer) -> None:

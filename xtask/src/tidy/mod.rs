@@ -19,7 +19,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rules::{Finding, check};
 use std::{
     fmt::Write as _,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, ExitCode},
 };
 
@@ -27,7 +27,7 @@ const ALLOW_LIST: &str = "xtask/tidy.allow";
 
 /// Checks every file that git knows or would take.
 pub(crate) fn run() -> Result<ExitCode> {
-    let root = root()?;
+    let root = crate::root()?;
     let list = root.join(ALLOW_LIST);
     let allowed = parse_allow_list(&std::fs::read_to_string(&list).context(ALLOW_LIST)?)?;
     let mut findings = Vec::new();
@@ -85,11 +85,6 @@ fn judge(findings: &[Finding], allowed: &[Allowed]) -> String {
         }
     }
     report
-}
-
-fn root() -> Result<PathBuf> {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.parent().map(Path::to_owned).context("xtask is not in a workspace")
 }
 
 fn listed_files(root: &Path) -> Result<Vec<String>> {

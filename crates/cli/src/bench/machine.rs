@@ -1,9 +1,9 @@
 //! The machine that measured. It is the node's own where both run on one.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A machine, in a few words.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Processor model.
     pub cpu: String,
@@ -22,7 +22,7 @@ impl Machine {
         Self {
             cpu: cpu_model(&read("/proc/cpuinfo")).unwrap_or_else(|| std::env::consts::ARCH.into()),
             cores: std::thread::available_parallelism().map_or(1, Into::into),
-            ram_mib: crate::doctor::meminfo(&read("/proc/meminfo"), "MemTotal").unwrap_or(0) >> 20,
+            ram_mib: keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20,
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         }
     }

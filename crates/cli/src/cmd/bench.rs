@@ -1,69 +1,228 @@
 //! `keiki bench`.
 
 use crate::{
-    bench::{Bench, Metric, Report},
+    bench::{Bench, Comparison, Metric, Pick, Report, Size, Verdict, compare, svg},
     context::Context,
-    exit::{ExitCode, Outcome},
+    exit::{ExitCode, Failure, Outcome, io_error},
     owned::Owned,
     printer::table,
     progress::Progress,
     signals::unless_interrupted,
 };
+use clap::ValueEnum;
+use serde::Serialize;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Samples of each metric
-    #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..))]
-    pub n: u16,
-    /// Measure only these
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAMES")]
-    pub only: Vec<Metric>,
+    /// Samples of each metric [default: 10, with --quick 2]
+    #[arg(short, long, value_parser = clap::value_parser!(u16).range(1..))]
+    pub n: Option<u16>,
+    /// Measure only these metrics or groups, e.g. fork,kill; --list names them
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    pub only: Vec<Pick>,
+    /// A look in a minute or two: few samples, few machines, no cold page cache
+    #[arg(long)]
+    pub quick: bool,
+    /// What to make sandboxes of
+    #[arg(long, value_name = "NAME")]
+    pub template: Option<String>,
+    /// Put the results into this report; what it has of others stays
+    #[arg(long, value_name = "FILE")]
+    pub into: Option<PathBuf>,
+    /// Measure nothing: take the results of this report
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "n", "quick", "into", "template"])]
+    pub from: Option<PathBuf>,
+    /// Compare with an earlier report; exit code 1 if something is worse
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// How many times the earlier median is worse
+    #[arg(long, default_value_t = 1.25, value_name = "RATIO", value_parser = threshold, requires = "compare")]
+    pub threshold: f64,
+    /// Draw the results into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub chart: Option<PathBuf>,
+    /// Print the results as a Markdown table
+    #[arg(long, conflicts_with = "list")]
+    pub markdown: bool,
+    /// List what can be measured
+    #[arg(long)]
+    pub list: bool,
+}
+
+/// What is printed as JSON: the report, and the comparison where one was asked for.
+#[derive(Serialize)]
+struct Shown<'a> {
+    #[serde(flatten)]
+    report: &'a Report,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comparison: Option<&'a [Comparison]>,
 }
 
 /// Runs the command. What it made is removed however it ends.
 pub async fn run(context: Context, args: Args) -> Outcome {
+    if args.list {
+        context.out.show(&list(), || table(["GROUP", "NAME", "UNIT", "WHAT"], list()))?;
+        return Ok(ExitCode::Success as i32);
+    }
+    // What cannot be read is said before anything takes minutes.
+    let before = args.compare.as_deref().map(read).transpose()?;
+    let known = args.into.as_deref().filter(|path| path.exists()).map(read).transpose()?;
+    let report = match &args.from {
+        Some(path) => read(path)?,
+        None => measure(&context, &args).await?,
+    };
+    let report = match known {
+        Some(mut known) => {
+            known.add(report);
+            known
+        }
+        None => report,
+    };
+    if let Some(path) = &args.into {
+        write(path, &(serde_json::to_string_pretty(&report).map_err(not_json)? + "\n"))?;
+    }
+    if let Some(path) = &args.chart {
+        write(path, &svg(&report)?)?;
+    }
+    let comparison = before.map(|before| compare(&before, &report, args.threshold));
+    let shown = Shown { report: &report, comparison: comparison.as_deref() };
+    let page = || if args.markdown { markdown(&report) } else { text(&report, comparison.as_deref()) };
+    context.out.show(&shown, page)?;
+    verdict(&report, comparison.as_deref().unwrap_or_default())
+}
+
+async fn measure(context: &Context, args: &Args) -> Result<Report, Failure> {
     let owned = Owned::new(context.client.clone(), "bench");
     let progress = Progress::start("measuring");
+    let n = |default| args.n.map_or(default, usize::from);
     let bench = Bench {
         client: &context.client,
         owned: &owned,
         progress: &progress,
-        out: context.out,
-        n: args.n.into(),
+        size: if args.quick { Size::quick(n(2)) } else { Size::full(n(10)) },
         only: &args.only,
+        template: args.template.clone(),
+        left_out: std::sync::Mutex::default(),
     };
     let measured = unless_interrupted(bench.run()).await;
     progress.say("cleaning up");
     let cleared = owned.clear().await;
     drop(progress);
     let report = measured?;
-    context.out.show(&report, || text(&report))?;
     cleared?;
-    Ok(ExitCode::Success as i32)
+    Ok(report)
 }
 
-fn text(report: &Report) -> String {
-    let machine = &report.machine;
-    let rows = report.results.iter().map(|result| {
-        let params: Vec<String> = result.params.iter().map(|(key, value)| format!("{key}={value}")).collect();
-        [
-            result.name.to_owned(),
-            params.join(" ").replace('"', ""),
-            result.n.to_string(),
-            format!("{:.1}", result.p50),
-            format!("{:.1}", result.p90),
-            format!("{:.1}", result.p99),
-            result.unit.to_owned(),
-        ]
-    });
+/// What the exit code says: 125 where the node failed at something, 1 where something is worse.
+fn verdict(report: &Report, comparison: &[Comparison]) -> Outcome {
+    let failed: Vec<_> =
+        report.left_out.iter().filter(|part| part.failed).map(|part| part.what.as_str()).collect();
+    if !failed.is_empty() {
+        return Err(Failure::Wrong(format!("could not be measured: {}", failed.join(", "))));
+    }
+    let worse = comparison.iter().any(|one| one.verdict == Verdict::Worse);
+    Ok(if worse { ExitCode::Problems } else { ExitCode::Success } as i32)
+}
+
+fn threshold(word: &str) -> Result<f64, String> {
+    let ratio = word.parse::<f64>().ok().filter(|ratio| ratio.is_finite() && *ratio >= 1.0);
+    ratio.ok_or_else(|| "it must be a number of at least 1, like 1.25".into())
+}
+
+fn read(path: &Path) -> Result<Report, Failure> {
+    let what = format!("reading {}", path.display());
+    let text = fs::read_to_string(path).map_err(io_error(what))?;
+    serde_json::from_str(&text)
+        .map_err(|error| Failure::Wrong(format!("{} is no report of `keiki bench`: {error}", path.display())))
+}
+
+/// Whole or not at all: it may hold what took minutes.
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    let what = || format!("writing {}", path.display());
+    fs::write(&new, text).and_then(|()| fs::rename(&new, path)).map_err(io_error(what()))
+}
+
+fn not_json(error: serde_json::Error) -> Failure {
+    Failure::Wrong(format!("the report cannot be written: {error}"))
+}
+
+fn list() -> Vec<[String; 4]> {
+    let row = |metric: &Metric| {
+        let group = metric.group().to_possible_value();
+        let group = group.map(|group| group.get_name().to_owned()).unwrap_or_default();
+        [group, metric.name(), metric.unit().to_owned(), metric.about()]
+    };
+    Metric::value_variants().iter().map(row).collect()
+}
+
+fn number(value: f64) -> String {
+    format!("{value:.1}")
+}
+
+fn rows(report: &Report) -> impl Iterator<Item = [String; 7]> {
+    report.results.iter().map(|result| {
+        let [p50, p90, p99] = [result.p50, result.p90, result.p99].map(number);
+        let (name, unit) = (result.name.clone(), result.unit.clone());
+        [name, result.conditions(), result.n.to_string(), p50, p90, p99, unit]
+    })
+}
+
+fn markdown(report: &Report) -> String {
+    let rows = rows(report).map(|row| format!("\n| {} |", row.join(" | ")));
     format!(
+        "| name | params | n | p50 | p90 | p99 | unit |\n|---|---|---|---|---|---|---|{}",
+        rows.collect::<String>()
+    )
+}
+
+fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
+    let machine = &report.machine;
+    let mut said = format!(
         "{}, {} cores, {} MiB RAM, Linux {}; engine {}\n\n{}",
         machine.cpu,
         machine.cores,
         machine.ram_mib,
         machine.kernel,
         report.engine,
-        table(["NAME", "PARAMS", "N", "P50", "P90", "P99", "UNIT"], rows)
-    )
+        table(["NAME", "PARAMS", "N", "P50", "P90", "P99", "UNIT"], rows(report))
+    );
+    if let Some(comparison) = comparison {
+        let rows = comparison.iter().map(|one| {
+            let params: Vec<_> = one.params.iter().map(|(key, value)| format!("{key}={value}")).collect();
+            let (before, now) = (number(one.before), number(one.now));
+            let (ratio, verdict) = (format!("{:.2}", one.ratio), one.verdict.as_str().to_owned());
+            [
+                one.name.clone(),
+                params.join(" ").replace('"', ""),
+                before,
+                now,
+                one.unit.clone(),
+                ratio,
+                verdict,
+            ]
+        });
+        let compared = table(["NAME", "PARAMS", "BEFORE", "NOW", "UNIT", "RATIO", ""], rows);
+        said = format!("{said}\n\n{compared}");
+    }
+    said
+}
+
+#[cfg(test)]
+mod tests {
+    use super::threshold;
+
+    #[test]
+    fn thresholds_are_ratios() {
+        assert_eq!(threshold("1.5"), Ok(1.5));
+        for wrong in ["0.9", "NaN", "inf", "x", "25%"] {
+            assert!(threshold(wrong).is_err(), "{wrong}");
+        }
+    }
 }

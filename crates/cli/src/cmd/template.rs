@@ -32,8 +32,10 @@ pub enum Action {
     Ls,
     /// Build a template, or join the build that runs, and show its log
     Build(BuildArgs),
+    /// Bake templates again from the packages that are there, and show the log
+    Rebake(Names),
     /// Remove templates; what was made from them goes on
-    Rm(Remove),
+    Rm(Names),
 }
 
 /// Arguments of build.
@@ -51,14 +53,14 @@ pub struct BuildArgs {
     /// Root disk in MiB [default: the template's own]
     #[arg(long, value_name = "MIB")]
     pub disk: Option<u64>,
-    /// Build even if the result would be the same
+    /// Take newer packages, even if nothing else has changed
     #[arg(long)]
     pub force: bool,
 }
 
-/// Arguments of remove.
+/// Templates by their names.
 #[derive(Debug, clap::Args)]
-pub struct Remove {
+pub struct Names {
     /// Templates
     #[arg(value_name = "NAME", required = true)]
     pub names: Vec<TemplateName>,
@@ -75,9 +77,19 @@ pub async fn run(context: Context, args: Args) -> Outcome {
                 memory_mb: args.memory,
                 size_mb: args.disk,
                 force: args.force,
+                rebake: false,
             };
             let build = build(&context, &request).await?;
             context.out.show(&build, || format!("template {} is ready", build.name))?;
+            Ok(ExitCode::Success as i32)
+        }
+        Action::Rebake(args) => {
+            for name in &args.names {
+                let request =
+                    BuildTemplate { name: name.to_string(), rebake: true, ..BuildTemplate::default() };
+                let build = build(&context, &request).await?;
+                context.out.show(&build, || format!("template {} is ready", build.name))?;
+            }
             Ok(ExitCode::Success as i32)
         }
         Action::Rm(args) => {

@@ -1,10 +1,11 @@
-//! Kernel, privileges, KVM, namespaces, control groups.
+//! Kernel, privileges, KVM, namespaces.
 
 use super::{Check, read};
+use crate::config::{VMM, find};
 use std::{fs::OpenOptions, io};
 
 pub(super) fn checks() -> Vec<Check> {
-    vec![root(), kernel(), kvm(), namespaces(), cgroups(), landlock()]
+    vec![root(), kernel(), kvm(), namespaces(), landlock()]
 }
 
 fn root() -> Check {
@@ -50,10 +51,14 @@ fn kernel() -> Check {
 fn kvm() -> Check {
     let name = "/dev/kvm";
     match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => {
-            let detail = "opens; that it is there does not say that it runs Linux guests at speed: the node measures that";
-            Check::ok(name, detail)
-        }
+        Ok(_) => match std::env::current_exe().ok().and_then(|exe| find(&exe, VMM).ok()) {
+            Some(vmm) => speed(keiki_node::kvm_check(&vmm)),
+            None => Check::warn(
+                name,
+                "opens, but keiki-vmm, which would use it, is not installed: software emulation is used",
+                "install keiki-vmm beside keiki or in ../lib/keiki",
+            ),
+        },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Check::warn(
             name,
             "absent: sandboxes run in software emulation, several times slower",
@@ -67,6 +72,17 @@ fn kvm() -> Check {
                 remedy,
             )
         }
+    }
+}
+
+fn speed((native, detail): (bool, String)) -> Check {
+    match native {
+        true => Check::ok("/dev/kvm", detail),
+        false => Check::warn(
+            "/dev/kvm",
+            format!("{detail}; software emulation is used"),
+            "use a machine with (nested) hardware virtualisation: forks and snapshots are faster by far there",
+        ),
     }
 }
 
@@ -94,25 +110,6 @@ fn namespaces() -> Check {
     }
 }
 
-fn cgroups() -> Check {
-    let name = "cgroup v2";
-    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 (the default since Debian 11), or mount cgroup2 at /sys/fs/cgroup";
-    let Some(controllers) = read("/sys/fs/cgroup/cgroup.controllers") else {
-        return Check::warn(
-            name,
-            "not mounted at /sys/fs/cgroup: sandboxes get no limits of their own",
-            remedy,
-        );
-    };
-    let has = |wanted: &str| controllers.split_whitespace().any(|controller| controller == wanted);
-    let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
-    if missing.is_empty() {
-        Check::ok(name, "cpu, memory, pids")
-    } else {
-        Check::warn(name, format!("without {}", missing.join(", ")), remedy)
-    }
-}
-
 fn landlock() -> Check {
     let name = "landlock";
     match read("/sys/kernel/security/lsm") {
@@ -132,7 +129,8 @@ fn landlock() -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::release;
+    use super::{release, speed};
+    use crate::doctor::Verdict;
 
     #[test]
     fn releases() {
@@ -140,5 +138,13 @@ mod tests {
         assert_eq!(release("5.10.0"), Some((5, 10)));
         assert_eq!(release("6.1+deb"), Some((6, 1)));
         assert_eq!(release("x"), None);
+    }
+
+    #[test]
+    fn kvm_that_is_slow_is_no_failure() {
+        assert_eq!(speed((true, "fast".into())).ok, Verdict::Ok);
+        let slow = speed((false, "slow".into()));
+        assert_eq!(slow.ok, Verdict::Warn);
+        assert!(slow.detail.contains("software emulation"));
     }
 }

@@ -7,18 +7,18 @@ pub(super) fn checks() -> Vec<Check> {
 }
 
 fn groups(controllers: Option<&str>) -> Check {
-    let name = "control groups";
-    let has = |wanted| controllers.unwrap_or_default().split_whitespace().any(|there| there == wanted);
-    if has("memory") && has("pids") {
-        return Check::ok(name, "each monitor's memory and tasks are limited");
-    }
-    let detail = match controllers {
-        Some(_) => {
-            "cgroup v2 lacks its memory or pids controller: monitors have no memory limit of their own"
-        }
-        None => "no cgroup v2 at /sys/fs/cgroup: monitors have no memory limit of their own",
+    let name = "cgroup v2";
+    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 and cgroup_no_v1=all, or mount cgroup2 at /sys/fs/cgroup";
+    let Some(controllers) = controllers else {
+        return Check::warn(name, "not at /sys/fs/cgroup: monitors have no limits of their own", remedy);
     };
-    Check::warn(name, detail, "boot with systemd.unified_cgroup_hierarchy=1 and cgroup_no_v1=all")
+    let has = |wanted: &&str| controllers.split_whitespace().any(|there| there == *wanted);
+    let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
+    if missing.is_empty() {
+        return Check::ok(name, "cpu, memory, pids: each monitor's memory and tasks are limited");
+    }
+    let missing = missing.join(", ");
+    Check::warn(name, format!("without {missing}: monitors have no such limit of their own"), remedy)
 }
 
 #[cfg(test)]
@@ -27,7 +27,7 @@ mod tests {
     use crate::doctor::Verdict;
 
     #[test]
-    fn both_controllers_are_needed() {
+    fn all_controllers_are_needed() {
         assert_eq!(groups(Some("cpu memory pids")).ok, Verdict::Ok);
         assert_eq!(groups(Some("cpu memory")).ok, Verdict::Warn);
         assert_eq!(groups(None).ok, Verdict::Warn);

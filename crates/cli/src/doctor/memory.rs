@@ -2,6 +2,7 @@
 
 use super::{Check, read};
 use crate::text::bytes;
+use keiki_sys::host::meminfo;
 
 const MIB: u64 = 1 << 20;
 
@@ -22,17 +23,9 @@ fn overcommit(mode: Option<&str>) -> Check {
     }
 }
 
-/// One value of /proc/meminfo, in bytes.
-pub fn meminfo(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    Some(kib * 1024)
-}
-
 fn ram() -> Check {
     let (name, remedy) = ("memory", "end other programs, or use a machine with more RAM");
-    let text = read("/proc/meminfo").unwrap_or_default();
-    let (Some(total), Some(free)) = (meminfo(&text, "MemTotal"), meminfo(&text, "MemAvailable")) else {
+    let (Some(total), Some(free)) = (meminfo("MemTotal"), meminfo("MemAvailable")) else {
         return Check::warn(name, "/proc/meminfo cannot be read", "mount /proc");
     };
     let detail = format!("{} available of {}", bytes(free), bytes(total));
@@ -45,7 +38,7 @@ fn ram() -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::{meminfo, overcommit};
+    use super::overcommit;
     use crate::doctor::Verdict;
 
     #[test]
@@ -54,13 +47,5 @@ mod tests {
         assert_eq!(overcommit(Some("0")).ok, Verdict::Ok);
         assert_eq!(overcommit(Some("1")).ok, Verdict::Ok);
         assert_eq!(overcommit(None).ok, Verdict::Warn);
-    }
-
-    #[test]
-    fn meminfo_is_read() {
-        let text = "MemTotal:       16 kB\nMemAvailable:    8 kB\nHugePages_Total:   0\n";
-        assert_eq!(meminfo(text, "MemTotal"), Some(16 * 1024));
-        assert_eq!(meminfo(text, "MemAvailable"), Some(8 * 1024));
-        assert_eq!(meminfo(text, "Mem"), None);
     }
 }

@@ -7,8 +7,6 @@ mod network;
 mod programs;
 mod storage;
 
-pub use memory::meminfo;
-
 use serde::Serialize;
 use std::path::Path;
 

@@ -10,9 +10,11 @@ use super::{
     freeze::{abandon, node_name, promote},
     machine::{QemuMachine, assemble},
     process::Monitor,
+};
+use crate::{
+    EngineError, Resources, Result,
     record::{self, Record},
 };
-use crate::{EngineError, Resources, Result};
 use keiki_sys::process::Process;
 use serde_json::{Value, json};
 use std::sync::Arc;

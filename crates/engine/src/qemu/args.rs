@@ -5,19 +5,21 @@
 //! each snapshot, because device state only fits the machine that it was taken of. [`command_line`] adds
 //! what belongs to one copy: memory, disk, sockets, network.
 //!
-//! Four choices are not obvious:
-//! - RAM is always `share=off`, also at the first boot, over an empty file there. Nobody ever writes a memory
-//!   file that a machine runs on, and freezing is one path, not two.
+//! Five choices are not obvious:
+//! - RAM is anonymous as far as QEMU knows: `ram` maps the memory image there, also at the first boot, which has an
+//!   empty one. Nobody ever writes a memory file that a machine runs on, and freezing is one path, not two.
+//! - The balloon is there for free page reporting; nobody inflates it.
 //! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). Left to measure it, on a busy
 //!   host it fails, falls back to a loop that needs timer interrupts it does not get, and never boots.
 //! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 
-use super::{
-    disk::layer_path,
-    jail::{INITRD, KERNEL},
+use super::jail::{INITRD, KERNEL};
+use crate::{
+    BootSpec, Resources,
+    layers::layer_path,
+    record::{AGENT, CONSOLE, QMP},
 };
-use crate::{BootSpec, Resources};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_types::Shape;
 use serde_json::json;
@@ -45,11 +47,7 @@ pub(super) struct Sockets {
 impl Sockets {
     pub(super) fn of(resources: &Resources) -> Self {
         let at = |name| resources.run_dir.join(name);
-        Self { qmp: at("qmp.sock"), agent: at("agent.sock"), console: at("console.sock") }
-    }
-
-    pub(super) fn all(&self) -> [&Path; 3] {
-        [&self.qmp, &self.agent, &self.console]
+        Self { qmp: at(QMP), agent: at(AGENT), console: at(CONSOLE) }
     }
 }
 
@@ -97,6 +95,8 @@ pub(super) fn machine_args(shape: Shape) -> Vec<String> {
         &format!("virtio-net-device,id=net,netdev=slot,mac={GUEST_MAC}"),
         "-device",
         "virtio-rng-device,id=entropy,rng=random",
+        "-device",
+        "virtio-balloon-device,id=balloon,free-page-reporting=on",
         "-smp",
         &shape.vcpus.to_string(),
         "-m",
@@ -117,8 +117,8 @@ pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<Os
     let mut add = |list: &[&str]| args.extend(list.iter().map(OsString::from));
     add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
-    let memory = json!({"qom-type": "memory-backend-file", "id": "ram", "share": false,
-        "size": u64::from(launch.shape.memory_mib) << 20, "readonly": true, "rom": "off", "mem-path": dir.join(keiki_snapshot::MEMORY_FILE)});
+    let memory = json!({"qom-type": "memory-backend-ram", "id": "ram", "share": false,
+        "size": u64::from(launch.shape.memory_mib) << 20});
     add(&["-object", &memory.to_string()]);
     // Asks the kernel: there is no device file in a jail.
     add(&["-object", "rng-builtin,id=random"]);

@@ -10,14 +10,13 @@
 //! The ended copy stays listed in the monitor until the record has followed it, so a crash of ours loses
 //! nothing.
 
-use super::{
-    args::BOTTOM_NODE,
-    disk,
-    machine::Running,
+use super::{args::BOTTOM_NODE, machine::Running};
+use crate::{
+    EngineError, Result,
+    layers::layer_path,
     process::{blocking, remove_file},
     record::Record,
 };
-use crate::{EngineError, Result};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -83,7 +82,7 @@ pub(super) async fn follow(machine: &Running, record: &mut Record) -> Result<()>
             record.save(&machine.resources)?;
             let dir = machine.resources.dir.clone();
             blocking(move || {
-                dropped.iter().try_for_each(|layer| remove_file(&disk::layer_path(&dir, &layer.name)))
+                dropped.iter().try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name)))
             })
             .await?;
         }

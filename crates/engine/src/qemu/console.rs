@@ -2,22 +2,12 @@
 //!
 //! A guest writes as much as it likes; the host keeps the last [`KEPT`] bytes or so.
 
-use super::process::Task;
-use crate::{EngineError, Resources, Result};
-use std::{
-    fs::File,
-    io::{Read, Seek, SeekFrom, Write},
-    path::{Path, PathBuf},
-};
+use crate::{EngineError, Resources, Result, console::files, process::Task};
+use std::{fs::File, io::Write, path::Path};
 use tokio::{io::AsyncReadExt, net::UnixStream};
 
 /// About how much is kept.
 const KEPT: u64 = 256 * 1024;
-
-/// The log's file, and the older one before it.
-pub(super) fn files(resources: &Resources) -> [PathBuf; 2] {
-    [resources.dir.join("console.log"), resources.dir.join("console.log.1")]
-}
 
 /// Copies the console into its log until the monitor ends.
 pub(super) async fn pump(socket: &Path, resources: &Resources) -> Result<Task> {
@@ -48,28 +38,4 @@ async fn copy(mut stream: UnixStream, mut file: File, path: &Path, older: &Path)
             written += count as u64;
         }
     }
-}
-
-/// The last bytes, at most `limit`.
-pub(super) fn tail(resources: &Resources, limit: usize) -> Vec<u8> {
-    let [path, older] = files(resources);
-    let mut bytes = last_of(&path, limit);
-    if bytes.len() < limit {
-        let mut before = last_of(&older, limit - bytes.len());
-        before.append(&mut bytes);
-        bytes = before;
-    }
-    bytes
-}
-
-fn last_of(path: &Path, limit: usize) -> Vec<u8> {
-    let read = || -> std::io::Result<Vec<u8>> {
-        let mut file = File::open(path)?;
-        let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(limit as u64)))?;
-        let mut bytes = Vec::new();
-        file.take(limit as u64).read_to_end(&mut bytes)?;
-        Ok(bytes)
-    };
-    read().unwrap_or_default()
 }

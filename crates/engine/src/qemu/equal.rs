@@ -1,31 +1,40 @@
-//! Two thaws of one frozen machine are equal, byte for byte, until they run.
+//! Two thaws of one frozen machine are equal, byte for byte, until they run; and a frozen machine is equal to the one
+//! it was taken of, also where that one gave memory back.
 
 #[path = "../../tests/guest/mod.rs"]
 mod guest;
 
 use super::{
-    disk,
-    freeze::Stopwatch,
+    Qemu, QemuConfig,
     memory::locate,
     thaw::{QemuFrozen, QemuSeat},
 };
-use crate::{Engine, Frozen};
+use crate::{Frozen, layers::layer_path, steps::Stopwatch};
 use anyhow::{Context, Result, ensure};
-use guest::{SHAPE, lab};
+use guest::{SHAPE, qemu_lab};
 use keiki_snapshot::{Format, MEMORY_FILE};
 use keiki_sys::pages::read_memory;
 use serde_json::{Value, json};
-use std::{fs::File, path::Path, process::Command};
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 /// Digest of the guest's RAM as its monitor has it.
-fn ram(seat: &QemuSeat, pid: u32) -> Result<String> {
-    let mut mappings = locate(pid, &File::open(seat.resources.dir.join(MEMORY_FILE))?)?;
-    mappings.sort_by_key(|mapping| mapping.offset);
+fn ram(dir: &Path, pid: u32) -> Result<String> {
+    let mappings = locate(pid, &File::open(dir.join(MEMORY_FILE))?)?;
     let (mut hasher, mut buffer) = (blake3::Hasher::new(), vec![0; 1 << 20]);
     for mapping in mappings {
-        for address in mapping.addresses.step_by(buffer.len()) {
-            read_memory(pid, address, &mut buffer)?;
-            hasher.update(&buffer);
+        let mut at = mapping.addresses.start;
+        while at < mapping.addresses.end {
+            let left = usize::try_from(mapping.addresses.end - at)?.min(buffer.len());
+            let chunk = buffer.get_mut(..left).context("no chunk")?;
+            read_memory(pid, at, chunk)?;
+            hasher.update(chunk);
+            at += left as u64;
         }
     }
     Ok(hasher.finalize().to_hex().to_string())
@@ -38,7 +47,7 @@ fn chain(seat: &QemuSeat) -> Value {
     let top = (seat.record.top.clone(), Format::Qcow2);
     let layers = seat.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
     for (name, format) in layers.chain([top]) {
-        let file = json!({"driver": "file", "filename": disk::layer_path(dir, &name), "locking": "off"});
+        let file = json!({"driver": "file", "filename": layer_path(dir, &name), "locking": "off"});
         below = match format {
             Format::Raw => json!({"driver": "raw", "file": file}),
             Format::Qcow2 => json!({"driver": "qcow2", "file": file, "backing": below}),
@@ -60,7 +69,7 @@ fn same_disk(one: &str, two: &str) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<()> {
-    let Some(lab) = lab()? else { return Ok(()) };
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
     let mut parent = lab.boot().await?;
     parent.sh("dd if=/dev/urandom of=/tmp/ram bs=1M count=32 2>/dev/null").await?;
     parent.sh("dd if=/tmp/ram of=/dev/vda bs=1M seek=3 count=8 conv=fsync 2>/dev/null").await?;
@@ -73,7 +82,8 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
     let (frozen, _) = lab.freeze(child.machine.as_ref()).await?;
     let disk = child.sh("dd if=/dev/vda bs=1M count=16 2>/dev/null | sha256sum").await?;
     let manifest = frozen.persist().await?;
-    let frozen = QemuFrozen::new(&lab.engine.host, &frozen.image().dir, manifest);
+    let qemu = Qemu::new(QemuConfig::new(lab.dir.path().join("store")));
+    let frozen = QemuFrozen::new(&qemu.host, &frozen.image().dir, manifest);
 
     let mut seen = Vec::new();
     for _ in 0..2 {
@@ -82,7 +92,7 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
             *seat.into_any().downcast::<QemuSeat>().map_err(|_| anyhow::anyhow!("another's seat"))?;
         let monitor = seat.monitor.take().context("no monitor")?;
         frozen.fill(&mut seat, &monitor, &mut Stopwatch::start()).await?;
-        let ram = ram(&seat, monitor.process.pid())?;
+        let ram = ram(&seat.resources.dir, monitor.process.pid())?;
         seen.push((ram, format!("json:{}", chain(&seat)), seat, monitor));
     }
     let image = lab_digest(&frozen.image().dir.join(MEMORY_FILE))?;
@@ -106,6 +116,77 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
     child.machine.stop().await?;
     assert_eq!(SHAPE, frozen.image().shape);
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_that_a_guest_freed_goes_back_and_is_zero_ever_after() -> Result<()> {
+    let Some(lab) = qemu_lab()? else { return Ok(()) };
+    let mut parent = lab.boot().await?;
+    // So that the image holds something where the child will have nothing.
+    parent.sh("dd if=/dev/urandom of=/tmp/old bs=1M count=32 2>/dev/null").await?;
+    let (first, _) = lab.freeze(parent.machine.as_ref()).await?;
+    parent.machine.stop().await?;
+    let base = first.image().dir.join(MEMORY_FILE);
+    let before = lab_digest(&base)?;
+
+    let mut child = lab.thaw(first.as_ref()).await?;
+    child.sh("dd if=/dev/urandom of=/tmp/keep bs=1M count=8 2>/dev/null").await?;
+    child.sh("dd if=/dev/urandom of=/tmp/more bs=1M count=56 2>/dev/null").await?;
+    let sum = child.sh("sha256sum /tmp/keep").await?;
+    let grown = child.machine.memory().await?;
+    ensure!(grown.private_bytes > 64 << 20, "{} private bytes after writing 64 MiB", grown.private_bytes);
+    child.sh("rm /tmp/old /tmp/more").await?;
+    let dir = child.machine.resources().dir.clone();
+    let record: Value = serde_json::from_slice(&std::fs::read(dir.join("machine.json"))?)?;
+    let pid = u32::try_from(record.get("pid").and_then(Value::as_u64).context("no pid")?)?;
+    let begun = Instant::now();
+    let freed = loop {
+        let now = child.machine.memory().await?;
+        let over = zeroed(&dir, pid)?;
+        // Not all of it: Linux reports blocks of 2 MiB that are free as a whole.
+        if now.private_bytes + (36 << 20) < grown.private_bytes && over > 8 << 20 {
+            ensure!(now.rss_bytes + (36 << 20) < grown.rss_bytes, "{grown:?} became {now:?}");
+            break begun.elapsed();
+        }
+        let seconds = begun.elapsed().as_secs();
+        ensure!(
+            seconds < 30,
+            "after {seconds} s: {grown:?} became {now:?}, {over} bytes of the image are zero memory"
+        );
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    eprintln!("given back after {freed:?}");
+
+    child.machine.pause().await?;
+    let (frozen, _) = lab.freeze(child.machine.as_ref()).await?;
+    let image = frozen.image().dir.join(MEMORY_FILE);
+    assert_eq!(ram(&dir, pid)?, lab_digest(&image)?, "the image is not what the machine has");
+    child.machine.resume().await?;
+
+    let mut grandchild = lab.thaw(frozen.as_ref()).await?;
+    for guest in [&mut child, &mut grandchild] {
+        assert_eq!(guest.sh("sha256sum /tmp/keep").await?, sum);
+        // What was given back can be had again.
+        guest.sh("dd if=/dev/zero of=/tmp/again bs=1M count=56 2>/dev/null && cmp -n 58720256 /tmp/again /dev/zero").await?;
+    }
+    assert_eq!(lab_digest(&base)?, before, "the base has changed");
+    child.machine.stop().await?;
+    Ok(grandchild.machine.stop().await?)
+}
+
+/// Bytes that are not zero in the image where the machine has zero memory, by whole MiB.
+fn zeroed(dir: &Path, pid: u32) -> Result<u64> {
+    const STEP: u64 = 1 << 20;
+    let image = File::open(dir.join(MEMORY_FILE))?;
+    let (mut buffer, mut total) = (vec![0; 1 << 20], 0);
+    for mapping in locate(pid, &image)?.into_iter().filter(|mapping| mapping.zero) {
+        let len = mapping.addresses.end - mapping.addresses.start;
+        for step in 0..len / STEP {
+            image.read_exact_at(&mut buffer, mapping.offset + step * STEP)?;
+            total += if buffer.iter().any(|byte| *byte != 0) { STEP } else { 0 };
+        }
+    }
+    Ok(total)
 }
 
 fn lab_digest(path: &Path) -> Result<String> {

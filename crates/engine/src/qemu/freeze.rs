@@ -11,18 +11,17 @@
 //! whoever adopts the machine: the record names the top that was about to be switched to, and whether the
 //! machine was parked by its user.
 
-use super::{
-    chain, disk, jail,
-    machine::Running,
-    memory::Copier,
+use super::{chain, disk, jail, machine::Running, memory::Copier, thaw::QemuFrozen};
+use crate::{
+    EngineError, FreezeReport, Image, Resources, Result,
+    files::{clear_image, now},
+    layers::{layer_path, link_layers, make_top, new_name},
     process::{blocking, remove_file},
-    record::{Layer, Record},
-    thaw::QemuFrozen,
+    record::{Layer, Record, SAVED},
+    steps::Stopwatch,
+    users,
 };
-use crate::{EngineError, FreezeReport, Image, Resources, Result, Steps};
-use keiki_snapshot::{
-    DiskLayer, Format, KIND, LAYERS_DIR, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
-};
+use keiki_snapshot::{Format, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION};
 use serde_json::json;
 use std::{
     fs::{self, File},
@@ -30,29 +29,6 @@ use std::{
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
-
-/// Times the steps of one operation.
-pub(super) struct Stopwatch {
-    last: Instant,
-    steps: Steps,
-}
-
-impl Stopwatch {
-    pub(super) fn start() -> Self {
-        Self { last: Instant::now(), steps: Steps::default() }
-    }
-
-    /// The time since the last step was this step's.
-    pub(super) fn step(&mut self, name: &'static str) {
-        let now = Instant::now();
-        self.steps.0.push((name, now.duration_since(self.last)));
-        self.last = now;
-    }
-
-    pub(super) fn done(self) -> Steps {
-        self.steps
-    }
-}
 
 /// Freezes the machine into `image`. On error the image's directory is empty and the machine goes on.
 pub(super) async fn freeze(machine: &Running, image: Image) -> Result<(QemuFrozen, FreezeReport)> {
@@ -108,19 +84,19 @@ async fn try_freeze(
 /// What is done before the stop: the copier, and the block node of the new top.
 async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Result<(Copier, String)> {
     chain::settle(machine, record).await?;
-    let next = disk::new_name(Format::Qcow2);
-    let path = disk::layer_path(&machine.resources.dir, &next);
+    let next = new_name(Format::Qcow2);
+    let path = layer_path(&machine.resources.dir, &next);
     record.next_top = Some(next.clone());
     record.save(&machine.resources)?;
     let pid = machine.monitor.process.pid();
     let (host, base, top) = (
         std::sync::Arc::clone(&machine.host),
         machine.base(),
-        disk::layer_path(&machine.resources.dir, &record.top),
+        layer_path(&machine.resources.dir, &record.top),
     );
     let (dir, disk_mib, user) = (image.dir.clone(), machine.shape.disk_mib, record.user);
     let copier = blocking(move || {
-        disk::make_top(&host, disk_mib, &path, user)?;
+        make_top(&host.config.common, disk_mib, &path, user)?;
         // What the pause would have to flush otherwise.
         File::open(&top).and_then(|file| file.sync_data()).map_err(EngineError::at("flush", &top))?;
         Copier::prepare(pid, &base, &dir.join(MEMORY_FILE))
@@ -129,7 +105,7 @@ async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Resul
     // Block nodes live as long as the monitor; a layer's name is unlike any other's.
     let node = node_name(&next);
     let dir = jail::seen(user, &machine.resources);
-    let add = disk::top_node(&node, &disk::layer_path(&dir, &next), None);
+    let add = disk::top_node(&node, &layer_path(&dir, &next), None);
     let add = with_null_backing(add);
     machine.monitor.qmp.run("blockdev-add", add).await?;
     Ok((copier, node))
@@ -166,7 +142,7 @@ async fn stand_still(
     let started = Instant::now();
     qmp.run("stop", json!({})).await?;
     watch.step("stop");
-    let state = jail::seen(record.user, &machine.resources).join(jail::SAVED);
+    let state = jail::seen(record.user, &machine.resources).join(SAVED);
     let switch = async {
         qmp.run("xen-save-devices-state", json!({"filename": state})).await?;
         let arguments = json!({"node": record.top_node, "overlay": node});
@@ -199,7 +175,7 @@ pub(super) fn promote(record: &mut Record, node: &str) {
 /// that stays is removed with the machine.
 pub(super) async fn abandon(machine: &Running, record: &mut Record) {
     let Some(next) = record.next_top.take() else { return };
-    let path = disk::layer_path(&machine.resources.dir, &next);
+    let path = layer_path(&machine.resources.dir, &next);
     let forgotten = machine.monitor.qmp.run("blockdev-del", json!({"node-name": node_name(&next)})).await;
     let removed = remove_file(&path);
     let saved = record.save(&machine.resources);
@@ -216,23 +192,6 @@ fn full_or(error: EngineError, dir: &Path) -> EngineError {
     if said || free.is_ok_and(|free| free < NEEDED) { EngineError::NoSpace(dir.to_owned()) } else { error }
 }
 
-/// Gives every lower layer its name in the frozen directory, and measures what the manifest tells.
-fn link_layers(from: &Path, dir: &Path, layers: &[Layer], disk_mib: u32) -> Result<Vec<DiskLayer>> {
-    super::make_layers_dir(dir)?;
-    let mut listed = Vec::new();
-    for layer in layers {
-        let (old, new) = (disk::layer_path(from, &layer.name), disk::layer_path(dir, &layer.name));
-        jail::adopt_layer(&old, &new)?;
-        if layer.format == Format::Qcow2 {
-            disk::check_overlay(dir, &layer.name, disk_mib)
-                .map_err(|why| EngineError::Monitor(format!("left a bad disk: {why}")))?;
-        }
-        let bytes = fs::metadata(&new).map_err(EngineError::at("look at", &new))?.len();
-        listed.push(DiskLayer { name: layer.name.clone(), format: layer.format, bytes });
-    }
-    Ok(listed)
-}
-
 /// The file that the monitor writes its device state into. It is read from the descriptor we made it with: the
 /// monitor cannot put anything else into its place.
 struct Saved {
@@ -242,11 +201,11 @@ struct Saved {
 
 impl Saved {
     fn prepare(resources: &Resources, user: Option<u32>) -> Result<Self> {
-        let path = resources.dir.join(jail::SAVED);
+        let path = resources.dir.join(SAVED);
         remove_file(&path)?;
         let file = File::options().read(true).write(true).create_new(true).open(&path);
         let file = file.map_err(EngineError::at("make", &path))?;
-        jail::give(&path, user)?;
+        users::give(&path, user)?;
         Ok(Self { file, path })
     }
 
@@ -261,27 +220,8 @@ impl Saved {
             return Err(EngineError::Monitor(format!("saved {} bytes of device state", state.len())));
         }
         fs::write(&to, &state).map_err(EngineError::at("write", &to))?;
-        jail::show(&to)?;
+        users::show(&to)?;
         remove_file(&self.path)?;
         Ok(State { bytes: state.len() as u64, blake3: blake3::hash(&state).to_hex().to_string() })
     }
-}
-
-/// Removes what a freeze puts into an image's directory.
-fn clear_image(dir: &Path) -> Result<()> {
-    for name in [MEMORY_FILE, STATE_FILE] {
-        remove_file(&dir.join(name))?;
-    }
-    let layers = dir.join(LAYERS_DIR);
-    match fs::remove_dir_all(&layers) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(EngineError::at("remove", &layers)(error))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn now() -> String {
-    let now = time::OffsetDateTime::now_utc();
-    now.format(&time::format_description::well_known::Rfc3339).unwrap_or_default()
 }

@@ -1,17 +1,20 @@
 //! A machine that runs.
 
-use super::{
-    Host, args, console, disk, freeze, jail, make_layers_dir, make_memory, memory,
-    process::{Monitor, Task, blocking},
+use super::{Host, args, console, freeze, memory, process::Monitor};
+use crate::{
+    BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result,
+    console::tail,
+    files::make_memory,
+    layers::{layer_path, make_layers_dir, make_top, new_name, take_disk},
+    process::{Task, blocking},
     record::{self, Layer, Record},
+    users,
 };
-use crate::{BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result};
 use async_trait::async_trait;
 use keiki_snapshot::{Format, MEMORY_FILE};
 use keiki_types::{Shape, api::MemoryUse};
 use serde_json::json;
 use std::{
-    fs,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -61,23 +64,21 @@ pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, resources: Resources
 }
 
 async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> Result<QemuMachine> {
-    let user = jail::settle(host, resources)?;
-    let id = user.as_ref().map(jail::User::id);
-    let (bottom, top) = (disk::new_name(Format::Raw), disk::new_name(Format::Qcow2));
-    let bottom_path = disk::layer_path(&resources.dir, &bottom);
-    let top_path = disk::layer_path(&resources.dir, &top);
+    let user = users::settle(&host.config.common, &host.users, resources)?;
+    let id = user.as_ref().map(users::User::id);
+    let (bottom, top) = (new_name(Format::Raw), new_name(Format::Qcow2));
+    let bottom_path = layer_path(&resources.dir, &bottom);
+    let top_path = layer_path(&resources.dir, &top);
     let job = (Arc::clone(host), spec.clone(), resources.dir.clone(), bottom_path, top_path);
     blocking(move || {
         let (host, spec, dir, bottom, top) = job;
         make_layers_dir(&dir)?;
         make_memory(&dir, spec.shape)?;
-        if fs::hard_link(&spec.disk, &bottom).is_err() {
-            fs::copy(&spec.disk, &bottom).map_err(EngineError::at("make", &bottom))?;
-        }
+        take_disk(&spec.disk, &bottom)?;
         if id.is_some() {
-            jail::show(&bottom)?;
+            users::show(&bottom)?;
         }
-        disk::make_top(&host, spec.shape.disk_mib, &top, id)
+        make_top(&host.config.common, spec.shape.disk_mib, &top, id)
     })
     .await?;
     let launch = args::Launch {
@@ -186,12 +187,19 @@ impl Machine for QemuMachine {
         blocking(move || memory::memory_use(pid, &base, guest)).await.map_err(|error| self.0.explain(error))
     }
 
+    async fn cpu_time(&self) -> Result<Option<Duration>> {
+        let pid = self.0.monitor.process.pid();
+        keiki_sys::process::cpu_time(pid).map_err(|error| {
+            EngineError::at("read the CPU time of", std::path::Path::new("its monitor"))(error)
+        })
+    }
+
     fn agent_socket(&self) -> PathBuf {
         args::Sockets::of(&self.0.resources).agent
     }
 
     async fn console(&self, limit: usize) -> Vec<u8> {
-        console::tail(&self.0.resources, limit)
+        tail(&self.0.resources, limit)
     }
 }
 

@@ -4,9 +4,15 @@
 //! into a buffer that was made, and touched, before. Looking for zeroes, writing to the file, and freeing the
 //! blocks of pages that became zero come after the vCPUs run again. Without the buffer, or beyond its bound,
 //! pages are written while the machine stands: slower, but right.
+//!
+//! RAM is the image, mapped privately, and between its parts zero memory where the guest gave pages back. There the
+//! image of the new machine holds zeroes, whatever the old one's has.
 
 use crate::{EngineError, Result};
-use keiki_sys::pages::{PAGE, private_pages, read_memory};
+use keiki_sys::{
+    host::kib,
+    pages::{PAGE, private_pages, read_memory},
+};
 use keiki_types::api::MemoryUse;
 use std::{
     fs::{self, File},
@@ -27,10 +33,12 @@ const MIN_HOLE: u64 = 16 * PAGE;
 const READERS: usize = 2;
 
 /// A part of the guest's RAM in its monitor: addresses, and where in the memory image they begin.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mapping {
     pub(super) addresses: Range<u64>,
     pub(super) offset: u64,
+    /// Zero memory instead of the image.
+    pub(super) zero: bool,
 }
 
 /// Pages at `address` of the monitor that belong at `offset` of the image.
@@ -45,7 +53,10 @@ struct Run {
 pub(super) struct Copier {
     pid: u32,
     pagemap: File,
+    source: File,
     mappings: Vec<Mapping>,
+    /// The image has its zeroes where the machine has zero memory.
+    cleared: bool,
     image: File,
     path: PathBuf,
     staged: Vec<u8>,
@@ -63,8 +74,17 @@ impl Copier {
         keiki_sys::files::reflink(&source, &image).map_err(EngineError::at("fill", path))?;
         let pagemap = PathBuf::from(format!("/proc/{pid}/pagemap"));
         let pagemap = File::open(&pagemap).map_err(EngineError::at("open", &pagemap))?;
-        let mut copier =
-            Self { pid, pagemap, mappings, image, path: path.into(), staged: Vec::new(), runs: Vec::new() };
+        let mut copier = Self {
+            pid,
+            pagemap,
+            source,
+            mappings,
+            cleared: false,
+            image,
+            path: path.into(),
+            staged: Vec::new(),
+            runs: Vec::new(),
+        };
         let expected: u64 = copier.scan()?.iter().map(|run| run.len).sum();
         let room = (expected + expected / 8 + HEADROOM).min(MAX_STAGED);
         // Not zeroes: those would be the kernel's zero page until the pause touches them.
@@ -74,6 +94,7 @@ impl Copier {
 
     /// Reads the private pages. The machine stands still. Their number of bytes.
     pub(super) fn take(&mut self) -> Result<u64> {
+        self.mappings = locate(self.pid, &self.source)?;
         let mut runs = self.scan()?;
         let total = runs.iter().map(|run| run.len).sum();
         let mut staged = Vec::new();
@@ -88,6 +109,9 @@ impl Copier {
         });
         self.read_staged(&staged)?;
         self.runs = staged;
+        if !runs.is_empty() {
+            self.clear()?;
+        }
         let mut buffer = vec![0; usize::try_from(CHUNK).unwrap_or_default()];
         for run in runs {
             let chunk = buffer.get_mut(..usize::try_from(run.len).unwrap_or_default()).unwrap_or_default();
@@ -123,13 +147,35 @@ impl Copier {
     }
 
     /// Writes out what was read. The machine runs again.
-    pub(super) fn finish(self) -> Result<()> {
+    pub(super) fn finish(mut self) -> Result<()> {
+        self.clear()?;
         let mut at = 0;
         for run in &self.runs {
             let end = at + usize::try_from(run.len).unwrap_or_default();
             let bytes = self.staged.get(at..end).unwrap_or_default();
             at = end;
             self.write(run.offset, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Frees what the machine has zero memory for. Before anything is written there.
+    fn clear(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.cleared, true) {
+            return Ok(());
+        }
+        for Mapping { addresses, offset, .. } in self.mappings.iter().filter(|mapping| mapping.zero) {
+            let end = offset + (addresses.end - addresses.start);
+            // A hole needs no transaction to become one.
+            let data = match rustix::fs::seek(&self.image, rustix::fs::SeekFrom::Data(*offset)) {
+                Ok(data) => data.min(end),
+                Err(rustix::io::Errno::NXIO) => end,
+                Err(errno) => return Err(EngineError::at("look at", &self.path)(errno.into())),
+            };
+            if data < end {
+                keiki_sys::files::punch(&self.image, data, end - data)
+                    .map_err(EngineError::at("write", &self.path))?;
+            }
         }
         Ok(())
     }
@@ -204,7 +250,8 @@ fn spans(bytes: &[u8]) -> Vec<(bool, Range<usize>)> {
     spans
 }
 
-/// Where a monitor has mapped its memory image: by device and inode, for the path may be gone.
+/// Where a monitor has its guest's RAM: parts of the memory image, by device and inode, for the path may be gone;
+/// and between them zero memory. In the order of addresses.
 pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     let path = PathBuf::from(format!("/proc/{pid}/maps"));
     let text = fs::read_to_string(&path).map_err(EngineError::at("read", &path))?;
@@ -212,28 +259,52 @@ pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     let dev = meta.dev();
     let dev = format!("{:02x}:{:02x}", rustix::fs::major(dev), rustix::fs::minor(dev));
     let inode = meta.ino().to_string();
+    let lines: Vec<MapsLine<'_>> = text.lines().filter_map(MapsLine::parse).collect();
+    let is_image = |line: &&MapsLine<'_>| line.dev == dev && line.inode == inode;
+    let wrong = |why: String| EngineError::Monitor(format!("does not run on its memory image: {why}"));
+    // The beginning of RAM is always the image's.
+    let Some(first) = lines.iter().find(is_image).filter(|line| line.offset == 0) else {
+        return Err(wrong("its beginning is not mapped".into()));
+    };
+    let start = first.addresses.start;
+    let end = start.saturating_add(meta.len());
     let mut mappings = Vec::new();
-    for line in text.lines() {
+    let mut at = start;
+    for line in lines.iter().filter(|line| line.addresses.end > start && line.addresses.start < end) {
+        // What lies beside RAM may have become one mapping with zero memory in it.
+        let addresses = line.addresses.start.max(start)..line.addresses.end.min(end);
+        let zero = line.inode == "0";
+        let offset = addresses.start - start;
+        if addresses.start != at || !line.writable || !(zero || is_image(&line) && line.offset == offset) {
+            return Err(wrong(format!("something else is at {:#x}", addresses.start)));
+        }
+        at = addresses.end;
+        mappings.push(Mapping { addresses, offset, zero });
+    }
+    if at == end { Ok(mappings) } else { Err(wrong(format!("it ends {} bytes early", end - at))) }
+}
+
+/// What is needed of a line of `/proc/PID/maps`.
+struct MapsLine<'a> {
+    addresses: Range<u64>,
+    writable: bool,
+    offset: u64,
+    dev: &'a str,
+    inode: &'a str,
+}
+
+impl<'a> MapsLine<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
         let mut fields = line.split_ascii_whitespace();
-        let (Some(addresses), Some(flags), Some(offset), Some(on), Some(ino)) =
-            (fields.next(), fields.next(), fields.next(), fields.next(), fields.next())
-        else {
-            continue;
-        };
-        if on != dev || ino != inode || !flags.contains('w') {
-            continue;
-        }
+        let (addresses, flags, offset) = (fields.next()?, fields.next()?, fields.next()?);
+        let (dev, inode) = (fields.next()?, fields.next()?);
         let hex = |text| u64::from_str_radix(text, 16).ok();
-        let ends = addresses.split_once('-').and_then(|(start, end)| Some(hex(start)?..hex(end)?));
-        if let (Some(addresses), Some(offset)) = (ends, hex(offset)) {
-            mappings.push(Mapping { addresses, offset });
-        }
+        let (start, end) = addresses.split_once('-')?;
+        let addresses = hex(start)?..hex(end)?;
+        // Private: what others could write is not the guest's alone.
+        let writable = flags.contains('w') && flags.ends_with('p');
+        Some(Self { addresses, writable, offset: hex(offset)?, dev, inode })
     }
-    let mapped: u64 = mappings.iter().map(|mapping| mapping.addresses.end - mapping.addresses.start).sum();
-    if mapped == meta.len() {
-        return Ok(mappings);
-    }
-    Err(EngineError::Monitor(format!("maps {mapped} bytes of its memory image, which has {}", meta.len())))
 }
 
 /// Host memory behind a machine. Private and shared are of the guest's RAM; the rest of the monitor counts in
@@ -254,23 +325,18 @@ pub(super) fn memory_use(pid: u32, base: &Path, guest_bytes: u64) -> Result<Memo
             let start = u64::from_str_radix(start, 16).ok();
             ours = mappings.iter().any(|mapping| Some(mapping.addresses.start) == start);
         } else if ours {
-            resident += kib(line, "Rss:").unwrap_or(0);
-            private += kib(line, "Anonymous:").unwrap_or(0);
+            resident += kib(line, "Rss").unwrap_or(0);
+            private += kib(line, "Anonymous").unwrap_or(0);
         }
     }
-    let total = |key| rollup.lines().find_map(|line| kib(line, key)).unwrap_or(0);
+    let total = |key| kib(&rollup, key).unwrap_or(0);
     Ok(MemoryUse {
         guest_bytes,
-        rss_bytes: total("Rss:"),
-        pss_bytes: total("Pss:"),
+        rss_bytes: total("Rss"),
+        pss_bytes: total("Pss"),
         private_bytes: private,
         shared_bytes: u64::saturating_sub(resident, private),
     })
-}
-
-fn kib(line: &str, key: &str) -> Option<u64> {
-    let number = line.strip_prefix(key)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?;
-    Some(number << 10)
 }
 
 #[cfg(test)]

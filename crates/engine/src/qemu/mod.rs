@@ -8,22 +8,24 @@
 //!   resources.run_dir/*.sock      control, agent, console
 //! ```
 //!
+//! What both engines share lies beside this directory: layers, users, records, control groups.
+//!
 //! - `args`: the command line, and the digest of what the guest sees of it
 //! - `process`, `qmp`, `console`: a monitor, its control socket, its console
-//! - `disk`: layers and block nodes
-//! - `jail`: what a monitor may touch; `cgroup`: how much of the host it may use
+//! - `disk`: block nodes
+//! - `jail`: what a monitor may touch
 //! - `machine`: a machine that runs
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
+//! - `ram`: the library in QEMU that maps guest RAM
 //! - `thaw`: seats, and frozen machines that go on in them
-//! - `adopt`: machines found again; `record`: the file that tells of them
+//! - `adopt`: machines found again
 //!
 //! The store must be one filesystem with reflinks and hard links (XFS, btrfs): layers and memory images
 //! are shared between directories by hard links, so removing any directory breaks no other.
 
 mod adopt;
 mod args;
-mod cgroup;
 mod chain;
 mod console;
 mod disk;
@@ -35,18 +37,21 @@ mod machine;
 mod memory;
 mod process;
 mod qmp;
-mod record;
+mod ram;
 mod thaw;
 
-pub use jail::{FIRST_USER, USERS};
-
-use crate::{BootSpec, Capabilities, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat};
+use crate::{
+    BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat,
+    SharingScope, cgroup,
+    files::{make_memory, probe_store, refusal, sentence},
+    layers::check_layers,
+    process::blocking,
+    users::{Users, hide},
+};
 use async_trait::async_trait;
-use keiki_snapshot::{LAYERS_DIR, MEMORY_FILE, Made, SnapshotError};
+use keiki_snapshot::Made;
 use keiki_types::{EngineKind, Shape};
-use process::blocking;
 use std::{
-    fs::{self, File},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -56,21 +61,15 @@ use std::{
 pub struct QemuConfig {
     /// `qemu-system-x86_64`.
     pub binary: PathBuf,
-    /// `qemu-img`.
-    pub qemu_img: PathBuf,
-    /// A directory of the engine's own, on the filesystem of all machines and snapshots.
-    pub store: PathBuf,
-    /// First of the [`USERS`] user and group numbers that monitors run as, each as another one, jailed. None:
-    /// monitors run as this process does.
-    pub first_user: Option<u32>,
+    /// What every engine is told.
+    pub common: Common,
 }
 
 impl QemuConfig {
-    /// The programs found by `PATH`; jailed where this process is root.
+    /// The program found by `PATH`.
     #[must_use]
     pub fn new(store: PathBuf) -> Self {
-        let first_user = rustix::process::geteuid().is_root().then_some(FIRST_USER);
-        Self { binary: "qemu-system-x86_64".into(), qemu_img: "qemu-img".into(), store, first_user }
+        Self { binary: "qemu-system-x86_64".into(), common: Common::new(store) }
     }
 }
 
@@ -82,7 +81,7 @@ pub struct Qemu {
 /// What all machines of the engine share.
 struct Host {
     config: QemuConfig,
-    users: jail::Users,
+    users: Users,
     version: tokio::sync::OnceCell<String>,
     tsc_khz: tokio::sync::OnceCell<Option<u64>>,
 }
@@ -128,20 +127,6 @@ impl Host {
     }
 }
 
-/// Makes the empty directories and the memory file that a machine starts with.
-fn make_layers_dir(dir: &Path) -> Result<()> {
-    let layers = dir.join(LAYERS_DIR);
-    fs::create_dir_all(&layers).map_err(EngineError::at("make", &layers))
-}
-
-fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
-    let path = dir.join(MEMORY_FILE);
-    let file =
-        File::options().write(true).create_new(true).open(&path).map_err(EngineError::at("make", &path))?;
-    file.set_len(u64::from(shape.memory_mib) << 20).map_err(EngineError::at("size", &path))?;
-    jail::show(&path)
-}
-
 #[async_trait]
 impl Engine for Qemu {
     fn kind(&self) -> EngineKind {
@@ -152,7 +137,7 @@ impl Engine for Qemu {
         let host = Arc::clone(&self.host);
         let version = host.version().await.map(str::to_owned);
         let store = blocking(move || {
-            probe_store(&host.config)?;
+            probe_store(&host.config.common)?;
             jail::probe(&host)
         })
         .await;
@@ -172,12 +157,12 @@ impl Engine for Qemu {
 
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
         let dir = dir.to_owned();
-        let jailed = self.host.config.first_user.is_some();
+        let jailed = self.host.config.common.first_user.is_some();
         blocking(move || {
             if jailed {
-                jail::hide(&dir)?;
+                hide(&dir)?;
             }
-            make_memory(&dir, shape).map(|()| Image { dir, shape })
+            make_memory(&dir, shape).map(|()| Image { dir, shape, alone: false })
         })
         .await
     }
@@ -186,12 +171,12 @@ impl Engine for Qemu {
         Ok(Box::new(thaw::QemuSeat::start(&self.host, image, resources).await?))
     }
 
-    async fn load(&self, dir: &Path) -> Result<Arc<dyn Frozen>> {
+    async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>> {
         let path = dir.to_owned();
         let refused = |why| EngineError::Refused { dir: dir.to_owned(), why };
         let manifest = blocking(move || {
             let manifest = keiki_snapshot::open(&path).map_err(|error| refusal(&path, error))?;
-            disk::check_layers(&path, &manifest.layers, manifest.shape.disk_mib)
+            check_layers(&path, &manifest.layers, manifest.shape.disk_mib)
                 .map_err(|why| EngineError::Refused { dir: path, why })?;
             Ok(manifest)
         })
@@ -207,43 +192,13 @@ impl Engine for Qemu {
         if made.machine != here.machine {
             return Err(refused("its machine has other devices than this program's".into()));
         }
-        Ok(Arc::new(thaw::QemuFrozen::new(&self.host, dir, manifest)))
+        let frozen = thaw::QemuFrozen::new(&self.host, dir, manifest);
+        Ok(Arc::new(frozen.alone(scope == SharingScope::None)))
     }
 
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
         Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }
-}
 
-/// An error and its causes in one line.
-fn sentence(error: &EngineError) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
-fn refusal(dir: &Path, error: SnapshotError) -> EngineError {
-    match error {
-        SnapshotError::Io { path, source } => EngineError::at("use", &path)(source),
-        other => EngineError::Refused { dir: dir.to_owned(), why: other.to_string() },
-    }
-}
-
-/// Can the store share blocks?
-fn probe_store(config: &QemuConfig) -> Result<()> {
-    fs::create_dir_all(&config.store).map_err(EngineError::at("make", &config.store))?;
-    let name = uuid::Uuid::now_v7().simple().to_string();
-    let (from, to) = (config.store.join(format!(".{name}.a")), config.store.join(format!(".{name}.b")));
-    let probe = || -> std::io::Result<()> {
-        fs::write(&from, [1; 4096])?;
-        keiki_sys::files::reflink(File::open(&from)?, File::create_new(&to)?)
-    };
-    let result = probe().map_err(EngineError::at("share blocks (reflink) in", &config.store));
-    process::remove_file(&from)?;
-    process::remove_file(&to)?;
-    result
+    async fn close(&self) {}
 }

@@ -34,7 +34,7 @@ pub(super) struct Qmp {
     next: AtomicU64,
     /// Why the machine shut down, once it said so.
     shutdown: watch::Receiver<Option<String>>,
-    _reader: super::process::Task,
+    _reader: crate::process::Task,
 }
 
 impl Qmp {
@@ -76,7 +76,7 @@ impl Qmp {
             waiting,
             next: AtomicU64::new(1),
             shutdown,
-            _reader: super::process::Task(task),
+            _reader: crate::process::Task(task),
         };
         qmp.run("qmp_capabilities", json!({})).await?;
         Ok(qmp)

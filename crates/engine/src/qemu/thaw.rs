@@ -6,21 +6,25 @@
 //! needs nothing of the frozen directory any more.
 
 use super::{
-    Host, args, chain, disk,
-    freeze::Stopwatch,
-    jail,
+    Host, args, chain, disk, jail,
     machine::{QemuMachine, assemble},
-    make_layers_dir,
-    process::{Monitor, blocking, remove_file},
-    record::{self, Layer, Record},
+    process::Monitor,
 };
-use crate::{EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps};
+use crate::{
+    EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps,
+    files::{persist, take_memory},
+    layers::{layer_path, make_layers_dir, make_top, new_name},
+    process::{blocking, remove_file},
+    record::{self, Layer, Record},
+    steps::Stopwatch,
+    users,
+};
 use async_trait::async_trait;
-use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE, write_manifest};
+use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE};
 use serde_json::{Value, json};
 use std::{
     any::Any,
-    fs::{self, File},
+    fs,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -53,17 +57,17 @@ impl QemuSeat {
     }
 
     async fn try_start(host: &Arc<Host>, image: &Image, resources: &Resources) -> Result<Self> {
-        let user = jail::settle(host, resources)?;
-        let id = user.as_ref().map(jail::User::id);
-        let top = disk::new_name(Format::Qcow2);
-        let path = disk::layer_path(&resources.dir, &top);
+        let user = users::settle(&host.config.common, &host.users, resources)?;
+        let id = user.as_ref().map(users::User::id);
+        let top = new_name(Format::Qcow2);
+        let path = layer_path(&resources.dir, &top);
         let memory = resources.dir.join(MEMORY_FILE);
         let job = (Arc::clone(host), image.clone(), resources.dir.clone(), path, memory);
         blocking(move || {
             let (host, image, dir, path, memory) = job;
             make_layers_dir(&dir)?;
-            fs::hard_link(image.dir.join(MEMORY_FILE), &memory).map_err(EngineError::at("link", &memory))?;
-            disk::make_top(&host, image.shape.disk_mib, &path, id)
+            take_memory(&image, &memory)?;
+            make_top(&host.config.common, image.shape.disk_mib, &path, id)
         })
         .await?;
         let launch =
@@ -136,8 +140,14 @@ pub(super) struct QemuFrozen {
 
 impl QemuFrozen {
     pub(super) fn new(host: &Arc<Host>, dir: &Path, manifest: Manifest) -> Self {
-        let image = Image { dir: dir.to_owned(), shape: manifest.shape };
+        let image = Image { dir: dir.to_owned(), shape: manifest.shape, alone: false };
         Self { host: Arc::clone(host), image, manifest }
+    }
+
+    /// With memory of which each machine has a copy.
+    pub(super) fn alone(mut self, alone: bool) -> Self {
+        self.image.alone = alone;
+        self
     }
 
     /// Everything but letting it run.
@@ -151,9 +161,8 @@ impl QemuFrozen {
             (self.image.dir.clone(), seat.resources.dir.clone(), self.manifest.layers.clone());
         blocking(move || {
             for layer in layers {
-                let new = disk::layer_path(&to, &layer.name);
-                fs::hard_link(disk::layer_path(&from, &layer.name), &new)
-                    .map_err(EngineError::at("link", &new))?;
+                let new = layer_path(&to, &layer.name);
+                fs::hard_link(layer_path(&from, &layer.name), &new).map_err(EngineError::at("link", &new))?;
             }
             let state = to.join(STATE_FILE);
             fs::hard_link(from.join(STATE_FILE), &state).map_err(EngineError::at("link", &state))
@@ -187,7 +196,7 @@ impl QemuFrozen {
         let mut below = String::new();
         for (index, layer) in self.manifest.layers.iter().enumerate() {
             let node = format!("layer{index}");
-            let path = disk::layer_path(&dir, &layer.name);
+            let path = layer_path(&dir, &layer.name);
             let add = match layer.format {
                 Format::Raw => disk::raw_node(&node, &path),
                 Format::Qcow2 => disk::overlay_node(&node, &path, &below),
@@ -195,7 +204,7 @@ impl QemuFrozen {
             monitor.qmp.run("blockdev-add", add).await?;
             below = node;
         }
-        let top = disk::layer_path(&dir, &seat.record.top);
+        let top = layer_path(&dir, &seat.record.top);
         let top = disk::top_node(args::TOP_NODE, &top, Some(&below));
         monitor.qmp.run("blockdev-reopen", json!({"options": [top]})).await?;
         Ok(())
@@ -282,23 +291,4 @@ async fn start(machine: &QemuMachine) -> Result<()> {
             Err(error)
         }
     }
-}
-
-/// Flushes everything, then says so in the manifest.
-fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
-    let flush = |path: &Path| {
-        File::open(path).and_then(|file| file.sync_all()).map_err(EngineError::at("flush", path))
-    };
-    for layer in &manifest.layers {
-        flush(&disk::layer_path(dir, &layer.name))?;
-    }
-    flush(&dir.join(MEMORY_FILE))?;
-    flush(&dir.join(STATE_FILE))?;
-    flush(&dir.join(keiki_snapshot::LAYERS_DIR))?;
-    flush(dir)?;
-    if let Some(parent) = dir.parent() {
-        flush(parent)?;
-    }
-    write_manifest(dir, &manifest).map_err(|error| super::refusal(dir, error))?;
-    Ok(manifest)
 }

@@ -3,11 +3,14 @@
 //! `KEIKI_TEST_KERNEL_DIR` names an unpacked kernel package (`boot/vmlinuz-*`, `lib/modules/*`). Needed
 //! beside it: a static busybox (`KEIKI_TEST_BUSYBOX`, default `/bin/busybox`), `xz`, and a directory on a
 //! filesystem with reflinks (`KEIKI_TEST_STORE`).
+//!
+//! `KEIKI_ENGINE` says which engine is tested, `qemu` if it is not set. `kvm` needs `KEIKI_TEST_VMM`, the monitor.
 #![allow(dead_code)]
 
 use anyhow::{Context, Result, bail};
 use keiki_engine::{
-    BootSpec, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    kvm::{Kvm, KvmConfig},
     qemu::{Qemu, QemuConfig},
 };
 use keiki_sys::process::Process;
@@ -35,7 +38,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A place for one test, removed with everything in it.
 pub struct Lab {
-    pub engine: Qemu,
+    pub engine: Box<dyn Engine>,
     pub dir: TempDir,
     kernel: PathBuf,
     initrd: PathBuf,
@@ -54,8 +57,31 @@ pub fn lab() -> Result<Option<Lab>> {
     let initrd = dir.path().join("initrd");
     fs::write(&initrd, initramfs(&package)?)?;
     File::create(dir.path().join("disk.raw"))?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
-    let engine = Qemu::new(QemuConfig::new(dir.path().join("store")));
+    let engine = engine(dir.path().join("store"))?;
     Ok(Some(Lab { engine, dir, kernel, initrd, count: AtomicU32::new(0) }))
+}
+
+/// Of QEMU's own: None, with a message, where another engine is tested.
+pub fn qemu_lab() -> Result<Option<Lab>> {
+    if is_kvm() {
+        eprintln!("skipped: a test of the other engine");
+        return Ok(None);
+    }
+    lab()
+}
+
+fn is_kvm() -> bool {
+    std::env::var_os("KEIKI_ENGINE").is_some_and(|engine| engine == "kvm")
+}
+
+/// The engine that is tested, on this store. Each call is another one.
+pub fn engine(store: PathBuf) -> Result<Box<dyn Engine>> {
+    if !is_kvm() {
+        return Ok(Box::new(Qemu::new(QemuConfig::new(store))));
+    }
+    let binary =
+        std::env::var_os("KEIKI_TEST_VMM").context("KEIKI_TEST_VMM does not say where keiki-vmm is")?;
+    Ok(Box::new(Kvm::new(KvmConfig { binary: binary.into(), forced: true, common: Common::new(store) })))
 }
 
 impl Drop for Lab {
@@ -104,7 +130,13 @@ impl Lab {
     pub fn spec(&self) -> BootSpec {
         let disk = self.dir.path().join("disk.raw");
         let (kernel, initrd) = (self.kernel.clone(), self.initrd.clone());
-        BootSpec { shape: SHAPE, kernel, initrd, disk, cmdline: String::new() }
+        BootSpec {
+            shape: SHAPE,
+            kernel,
+            initrd,
+            disk,
+            cmdline: std::env::var("KEIKI_TEST_CMDLINE").unwrap_or_default(),
+        }
     }
 
     pub async fn boot(&self) -> Result<Guest> {
@@ -155,14 +187,12 @@ impl Guest {
                 }
             }
         };
-        match timeout(PATIENCE, hello).await {
-            Ok(done) => done?,
-            Err(_) => {
-                let console = guest.machine.console(4000).await;
-                bail!("the guest does not answer; its console: {}", String::from_utf8_lossy(&console));
-            }
-        }
-        Ok(guest)
+        let why = match timeout(PATIENCE, hello).await {
+            Ok(Ok(())) => return Ok(guest),
+            Ok(Err(error)) => format!("the guest cannot be asked ({error:#})"),
+            Err(_) => "the guest does not answer".into(),
+        };
+        bail!("{why}; {}", guest.last_words().await);
     }
 
     /// Runs a line in the guest's shell and returns what it printed.
@@ -170,11 +200,22 @@ impl Guest {
         self.serial += 1;
         let mark = format!("<<DONE {} {}>>\n", std::process::id(), self.serial);
         let command = format!("{line}\necho '{}'\n", mark.trim());
-        self.stream.write_all(command.as_bytes()).await?;
-        let output =
-            timeout(PATIENCE, self.until(&mark)).await.with_context(|| format!("no answer to {line}"))??;
+        let answer = async {
+            self.stream.write_all(command.as_bytes()).await?;
+            self.until(&mark).await
+        };
+        let output = match timeout(PATIENCE, answer).await {
+            Ok(Ok(output)) => output,
+            Ok(Err(error)) => bail!("no answer to {line} ({error:#}); {}", self.last_words().await),
+            Err(_) => bail!("no answer to {line}; {}", self.last_words().await),
+        };
         let clean: Vec<_> = output.lines().filter(|line| !line.starts_with("<<")).collect();
         Ok(clean.join("\n"))
+    }
+
+    async fn last_words(&self) -> String {
+        let console = self.machine.console(4000).await;
+        format!("its console: {}", String::from_utf8_lossy(&console))
     }
 
     async fn until(&mut self, mark: &str) -> Result<String> {
@@ -198,9 +239,9 @@ const INIT: &str = r#"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
-for m in virtio_mmio virtio_blk virtio-rng failover net_failover virtio_net; do insmod /m/$m.ko; done
+for m in virtio_mmio virtio_blk virtio-rng virtio_balloon failover net_failover virtio_net; do insmod /m/$m.ko; done
 echo init
-(n=0; while :; do n=$((n+1)); echo $n > /tmp/n; echo "tick $n"; sleep 0.1; done) &
+(n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; echo "tick $n"; sleep 0.1; done) &
 while :; do
   for p in /sys/class/virtio-ports/*; do
     [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/$(basename $p)
@@ -226,6 +267,7 @@ fn initramfs(package: &Path) -> Result<Vec<u8>> {
         "drivers/virtio/virtio_mmio",
         "drivers/block/virtio_blk",
         "drivers/char/hw_random/virtio-rng",
+        "drivers/virtio/virtio_balloon",
         "net/core/failover",
         "drivers/net/net_failover",
         "drivers/net/virtio_net",

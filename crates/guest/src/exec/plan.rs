@@ -21,6 +21,9 @@ use std::{
 
 const PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 const SHELL: &[u8] = b"/bin/sh";
+/// What the root disk sets for everybody, as PAM reads it.
+const ENVIRONMENT: &str = "/etc/environment";
+const ENVIRONMENT_LIMIT: u64 = 64 << 10;
 /// Arguments and environment together. The kernel has its own, smaller limits.
 const MAX_WORDS: usize = 2 << 20;
 
@@ -48,7 +51,8 @@ pub fn plan(spec: &ExecSpec) -> Result<(Plan, Ends), ExecError> {
         (true, false) => vec![SHELL, b"-c", &spec.shell],
         _ => return Err(ExecError::Invalid("give either argv or a shell line".into())),
     };
-    let env = environment(&account, spec);
+    let own = users::slurp(ENVIRONMENT, ENVIRONMENT_LIMIT);
+    let env = environment(&account, &own, spec);
     let size = argv.iter().map(|word| word.len() + 8).sum::<usize>()
         + env.iter().map(|(name, value)| name.len() + value.len() + 8).sum::<usize>();
     if size > MAX_WORDS {
@@ -101,7 +105,7 @@ fn word(bytes: Vec<u8>) -> Result<CString, ExecError> {
         .map_err(|_| ExecError::Invalid("a zero byte in an argument, a variable or a directory".into()))
 }
 
-fn environment<'a>(account: &'a Account, spec: &'a ExecSpec) -> BTreeMap<&'a [u8], &'a [u8]> {
+fn environment<'a>(account: &'a Account, own: &'a [u8], spec: &'a ExecSpec) -> BTreeMap<&'a [u8], &'a [u8]> {
     let mut env: BTreeMap<&[u8], &[u8]> = BTreeMap::from([
         (&b"PATH"[..], PATH),
         (b"HOME", &account.home),
@@ -110,6 +114,7 @@ fn environment<'a>(account: &'a Account, spec: &'a ExecSpec) -> BTreeMap<&'a [u8
         (b"SHELL", &account.shell),
         (b"LANG", b"C.UTF-8"),
     ]);
+    env.extend(own.split(|&byte| byte == b'\n').filter_map(setting));
     if spec.pty.is_some() {
         env.insert(b"TERM", b"xterm-256color");
     }
@@ -117,6 +122,20 @@ fn environment<'a>(account: &'a Account, spec: &'a ExecSpec) -> BTreeMap<&'a [u8
     // A name cannot hold a '='; one that does would set another variable.
     env.retain(|name, _| !name.is_empty() && !name.contains(&b'='));
     env
+}
+
+/// `NAME=value`, `export NAME="value"`: one line of [`ENVIRONMENT`].
+fn setting(line: &[u8]) -> Option<(&[u8], &[u8])> {
+    let line = line.trim_ascii();
+    let line = line.strip_prefix(b"export ").unwrap_or(line);
+    let (name, value) = line.split_at(line.iter().position(|&byte| byte == b'=')?);
+    let value = value.get(1..)?;
+    let plain = name.iter().all(|&byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    let value = match value {
+        [b'"', inner @ .., b'"'] | [b'\'', inner @ .., b'\''] => inner,
+        bare => bare,
+    };
+    (plain && !name.is_empty() && !value.contains(&0)).then_some((name, value))
 }
 
 /// Where a program may be.
@@ -201,7 +220,10 @@ mod tests {
             pty: Some(Pty::default()),
             ..ExecSpec::default()
         };
-        let env = environment(&account, &spec);
+        let own = b"# none\nHOME=/etc\nPATH=\"/opt/x/bin:/bin\"\nexport Y='a b'\nX=own\n=bad\nA B=c\nlast";
+        let env = environment(&account, own, &spec);
+        assert_eq!(env[&b"PATH"[..]], b"/opt/x/bin:/bin");
+        assert_eq!(env[&b"Y"[..]], b"a b");
         assert_eq!(env[&b"HOME"[..]], b"/other");
         assert_eq!(env[&b"USER"[..]], b"amy");
         assert_eq!(env[&b"X"[..]], b"2=3");

@@ -5,6 +5,9 @@ use crate::{
     dial::Dialed,
     exec::{Session, known::From},
     files::Reading,
+    metrics::Metrics,
+    once::Once,
+    preview::Previews,
     trees::Unpacking,
 };
 use async_trait::async_trait;
@@ -13,8 +16,9 @@ use futures::stream::BoxStream;
 use keiki_types::{
     SandboxId, SnapshotId, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, FsEvent,
-        FsUnpacked, Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Version,
+        Build, BuildTemplate, CreateSandbox, Event, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry,
+        FsEvent, FsUnpacked, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template,
+        Version,
         execs::{Exec, Signal, StartExec},
     },
 };
@@ -27,6 +31,10 @@ macro_rules! verbs {
         pub(super) trait Api: Send + Sync {
             fn version(&self) -> Version;
             fn authorize(&self, key: Option<&str>) -> Result<()>;
+            /// Where requests are counted.
+            fn counters(&self) -> Metrics;
+            /// Who may look at what of a sandbox.
+            fn previews(&self) -> Previews;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -40,6 +48,14 @@ macro_rules! verbs {
                 Node::authorize(self, key)
             }
 
+            fn counters(&self) -> Metrics {
+                self.inner.metrics.clone()
+            }
+
+            fn previews(&self) -> Previews {
+                self.inner.previews.clone()
+            }
+
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
                 Node::$name(self, $($arg),*).await
             })*
@@ -48,11 +64,11 @@ macro_rules! verbs {
 }
 
 verbs! {
-    fn create(request: CreateSandbox) -> Sandbox;
+    fn create(request: CreateSandbox, once: Option<Once>) -> Sandbox;
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;
@@ -60,8 +76,12 @@ verbs! {
     fn wake(id: SandboxId) -> Sandbox;
     fn lifecycle(id: SandboxId) -> Lifecycle;
     fn set_lifecycle(id: SandboxId, request: SetLifecycle) -> Lifecycle;
+    fn ports(id: SandboxId) -> Vec<Port>;
+    fn metrics() -> String;
+    fn events(of: Option<SandboxId>, since: Option<u64>, limit: Option<usize>) -> Vec<Event>;
+    fn follow_events(of: Option<SandboxId>, since: Option<u64>) -> BoxStream<'static, Event>;
     fn console(id: SandboxId, limit: usize) -> Bytes;
-    fn snapshot(id: SandboxId) -> Snapshot;
+    fn snapshot(id: SandboxId, once: Option<Once>) -> Snapshot;
     fn snapshots(of: Option<SandboxId>) -> Vec<Snapshot>;
     fn get_snapshot(id: SnapshotId) -> Snapshot;
     fn delete_snapshot(id: SnapshotId) -> ();

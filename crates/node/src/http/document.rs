@@ -1,6 +1,9 @@
 //! The OpenAPI document: generated from the handlers, committed as `openapi/v1.json`, and tested current.
 
-use super::{exec, execs, files, fork, logs, meta, pty, sandboxes, snapshots, tcp, templates, trees};
+use super::{
+    events, exec, execs, files, fork, logs, meta, ports, proxy, pty, sandboxes, snapshots, tcp, templates,
+    trees,
+};
 use keiki_types::api::ErrorBody;
 use std::collections::BTreeMap;
 use utoipa::{
@@ -39,6 +42,11 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         fork::fork_tree,
         fork::promote,
         logs::console,
+        ports::list,
+        ports::create,
+        proxy::by_path,
+        events::of_sandbox,
+        events::of_all,
         exec::buffered,
         exec::stream,
         execs::start,
@@ -77,6 +85,7 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
         logs::build,
         meta::version,
         meta::document,
+        meta::metrics,
         meta::health,
     ),
     components(schemas(ErrorBody)),
@@ -116,13 +125,17 @@ failures! {
     /// A route that reads a query.
     Asked { 400: "A parameter is wrong; the sentence names it" }
     /// A route that reads a body.
-    Told { 400: "A field is wrong; the sentence names it", 413: "The body is too large" }
+    Told { 400: "A field is wrong; the sentence names it", 408: "The body stopped arriving", 413: "The body is too large" }
     /// A route that names something.
     Named { 404: "There is no such thing" }
     /// A route that wants a state.
     Stateful { 409: "The state does not allow it" }
+    /// A route whose requests may have a name.
+    Keyed { 400: "A field, or the Idempotency-Key, is wrong; the sentence names it", 422: "The Idempotency-Key was used for another request" }
     /// A route that moves a machine from state to state.
     Mover { 409: "The state does not allow it", 504: "The machine took too long" }
+    /// A route that may be told to come back.
+    Later { 503: "Nothing was done; try again after `Retry-After` seconds" }
     /// A route that reaches into a guest, waking it where it sleeps.
     Guest {
         409: "The sandbox is not running and does not wake by itself",
@@ -158,7 +171,7 @@ mod tests {
     const REFRESH: &str = "KEIKI_WRITE_OPENAPI";
 
     #[test]
-    fn the_committed_document_is_current() {
+    fn the_committed_openapi_document_is_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../openapi/v1.json");
         let current = openapi().to_pretty_json().unwrap() + "\n";
         if std::env::var_os(REFRESH).is_some() {

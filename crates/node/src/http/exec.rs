@@ -49,7 +49,7 @@ pub(super) async fn buffered(
 /// was not UTF-8), at last `exit` with `exit_code`, or `error`.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec/stream", tag = "exec", operation_id = "exec_stream",
     params(("id" = String, Path, description = "The sandbox")), request_body = ExecRequest,
-    responses((status = 200, description = "Its events", body = String, content_type = "text/event-stream"),
+    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
         Any, Told, Named, Guest))]
 pub(super) async fn stream(
     State(app): State<App>,

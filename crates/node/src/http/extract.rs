@@ -20,6 +20,8 @@ pub(super) const LARGE: usize = 64 << 20;
 const SHOWN: usize = 120;
 /// How long a client may stop in the middle of a body.
 pub(super) const BODY_IDLE: Duration = Duration::from_secs(60);
+/// How long a body may take that is read whole before anything begins.
+const BODY_WHOLE: Duration = Duration::from_secs(300);
 
 /// The sandbox a path names. A text that is no id names none: 404.
 pub(super) struct OfSandbox(pub SandboxId);
@@ -183,6 +185,12 @@ impl<T: DeserializeOwned, S: Send + Sync, const CAP: usize> FromRequest<S> for J
 
 /// Reads a body whole.
 pub(super) async fn read(headers: &HeaderMap, body: Body, cap: usize) -> Result<Vec<u8>> {
+    let slow =
+        |_| Err(Error::Slow(format!("the request body did not come within {} s", BODY_WHOLE.as_secs())));
+    tokio::time::timeout(BODY_WHOLE, read_patiently(headers, body, cap)).await.unwrap_or_else(slow)
+}
+
+async fn read_patiently(headers: &HeaderMap, body: Body, cap: usize) -> Result<Vec<u8>> {
     let too_large = || Error::TooLarge(format!("the request body is larger than {} MiB", cap >> 20));
     if content_length(headers).is_some_and(|length| length > cap as u64) {
         return Err(too_large());
@@ -203,7 +211,9 @@ pub(super) async fn next_chunk(body: &mut BodyDataStream) -> Option<Result<Bytes
     match tokio::time::timeout(BODY_IDLE, body.next()).await {
         Ok(chunk) => chunk
             .map(|chunk| chunk.map_err(|_| Error::Invalid("the request body ended before its end".into()))),
-        Err(_) => Some(Err(Error::Invalid("the request body stopped arriving".into()))),
+        Err(_) => {
+            Some(Err(Error::Slow(format!("the request body stopped arriving for {} s", BODY_IDLE.as_secs()))))
+        }
     }
 }
 

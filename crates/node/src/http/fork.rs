@@ -2,51 +2,66 @@
 
 use super::{
     App,
-    document::{Any, Maker, Named, Stateful, Told},
+    document::{Any, Keyed, Maker, Named, Stateful, Told},
     extract::{self, OfSandbox},
+    once::RequestKey,
 };
 use crate::{Error, Result};
 use axum::{Json, extract::State, http::StatusCode};
 use keiki_types::api::{ForkSandbox, ForkTree, Forked, ForkedTree, Promote, Promoted};
 use uuid::Uuid;
 
+/// The label that names a child's tree.
+const TREE: &str = "fork_tree_id";
 /// Most children of one fork.
 const MOST: i64 = 64;
 
 /// Branches a running sandbox: its children continue from this instant, and it goes on.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fork", tag = "forks", operation_id = "fork_sandbox",
-    params(("id" = String, Path, description = "The sandbox")), request_body = Option<ForkSandbox>,
-    responses((status = 201, description = "The children, ready", body = Forked), Any, Told, Named, Stateful, Maker))]
+    params(("id" = String, Path, description = "The sandbox"),
+        RequestKey),
+    request_body = Option<ForkSandbox>,
+    responses((status = 201, description = "The children, ready", body = Forked), Any, Told, Named, Stateful, Maker,
+        Keyed))]
 pub(super) async fn fork(
     State(app): State<App>,
     OfSandbox(id): OfSandbox,
+    key: RequestKey,
     extract::Json(request): extract::Json<ForkSandbox>,
 ) -> Result<(StatusCode, Json<Forked>)> {
     check_count(request.count.unwrap_or(1))?;
-    Ok((StatusCode::CREATED, Json(app.api.fork(id, request).await?)))
+    let once = key.of(&request);
+    Ok((StatusCode::CREATED, Json(app.api.fork(id, request, once).await?)))
 }
 
 /// Branches a running sandbox into a tree that [`promote`] ends.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fork-tree", tag = "forks", operation_id = "fork_tree",
-    params(("id" = String, Path, description = "The sandbox")), request_body = ForkTree,
-    responses((status = 201, description = "The children, ready", body = ForkedTree), Any, Told, Named, Stateful, Maker))]
+    params(("id" = String, Path, description = "The sandbox"),
+        RequestKey),
+    request_body = ForkTree,
+    responses((status = 201, description = "The children, ready", body = ForkedTree), Any, Told, Named, Stateful, Maker,
+        Keyed))]
 pub(super) async fn fork_tree(
     State(app): State<App>,
     OfSandbox(id): OfSandbox,
+    key: RequestKey,
     extract::Json(request): extract::Json<ForkTree>,
 ) -> Result<(StatusCode, Json<ForkedTree>)> {
     check_count(request.count)?;
+    let once = key.of(&request);
     let ttl_seconds =
         request.ttl_seconds.map_or_else(|| explore_ttl(&request), |seconds| Ok(Some(seconds)))?;
-    let tree_id = Uuid::now_v7().to_string();
+    let new_tree = Uuid::now_v7().to_string();
     let mut metadata = match request.metadata {
         Some(metadata) => metadata,
         None => app.api.get(id).await?.metadata,
     };
-    metadata.insert("fork_tree_id".into(), tree_id.clone());
+    metadata.insert(TREE.into(), new_tree.clone());
     metadata.insert("fork_parent_id".into(), id.to_string());
     let request = ForkSandbox { count: Some(request.count), metadata: Some(metadata), ttl_seconds };
-    let Forked { parent_id, children, timings, .. } = app.api.fork(id, request).await?;
+    let Forked { parent_id, children, timings, .. } = app.api.fork(id, request, once).await?;
+    // Of a request that was carried out before, the tree is the one made then.
+    let tree_id = children.first().and_then(|child| child.metadata.get(TREE).cloned()).unwrap_or(new_tree);
     Ok((StatusCode::CREATED, Json(ForkedTree { tree_id, parent_id, children, timings })))
 }
 

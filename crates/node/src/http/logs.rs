@@ -59,7 +59,7 @@ pub(super) struct LogsQuery {
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/logs", tag = "sandboxes", operation_id = "console",
     params(("id" = String, Path, description = "The sandbox"), LogsQuery),
     responses((status = 200, description = "Its end; or events, with `follow`", content(
-            (String = "text/plain"), (String = "text/event-stream"))),
+            (String = "text/plain"), (sse::ServerSentEvent = "text/event-stream"))),
         Any, Asked, Named))]
 pub(super) async fn console(
     State(app): State<App>,
@@ -158,7 +158,7 @@ pub(super) struct BuildQuery {
 /// What a build says: one event a line, then `end`.
 #[utoipa::path(get, path = "/v1/templates/builds/{id}/logs", tag = "templates", operation_id = "build_logs",
     params(("id" = String, Path, description = "The build"), BuildQuery),
-    responses((status = 200, description = "Its lines", body = String, content_type = "text/event-stream"),
+    responses((status = 200, description = "Its lines", body = sse::ServerSentEvent, content_type = "text/event-stream"),
         Any, Asked, Named))]
 pub(super) async fn build(
     State(app): State<App>,

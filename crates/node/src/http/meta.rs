@@ -1,9 +1,11 @@
 //! About the node itself.
 
 use super::{App, document::Any};
+use crate::Result;
 use axum::{
     Json,
     extract::State,
+    http::header,
     response::{IntoResponse, Response},
 };
 use keiki_types::api::{Health, Version};
@@ -20,6 +22,18 @@ pub(super) async fn version(State(app): State<App>) -> Json<Version> {
     responses((status = 200, description = "It serves", body = Health)))]
 pub(super) async fn health() -> Json<Health> {
     Json(Health { status: "ok".into() })
+}
+
+/// The type of the answer: what Prometheus asks for first.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// What the node counts and measures, for Prometheus. docs/METRICS.md lists it.
+#[utoipa::path(get, path = "/metrics", tag = "node", operation_id = "metrics",
+    responses((status = 200, description = "The metrics", body = String,
+        content_type = "application/openmetrics-text"), Any))]
+pub(super) async fn metrics(State(app): State<App>) -> Result<Response> {
+    let text = app.api.metrics().await?;
+    Ok(([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response())
 }
 
 /// This document.

@@ -12,8 +12,10 @@
 //! The path and method of a route are written once, at its handler; the router and the document read them there.
 
 mod api;
+mod body;
 mod document;
 mod errors;
+mod events;
 mod exec;
 mod execs;
 mod extract;
@@ -21,7 +23,11 @@ mod files;
 mod fork;
 mod logs;
 mod meta;
+mod once;
+mod ports;
+mod proxy;
 mod pty;
+mod refusals;
 mod request;
 mod sandboxes;
 mod serve;
@@ -112,6 +118,10 @@ fn routes(app: App) -> Router {
         fork::fork_tree as __path_fork_tree,
         fork::promote as __path_promote,
         logs::console as __path_console,
+        ports::list as __path_list,
+        ports::create as __path_create,
+        events::of_sandbox as __path_of_sandbox,
+        events::of_all as __path_of_all,
         exec::buffered as __path_buffered,
         exec::stream as __path_stream,
         execs::start as __path_start,
@@ -150,7 +160,14 @@ fn routes(app: App) -> Router {
         logs::build as __path_build,
         meta::version as __path_version,
         meta::document as __path_document,
-    )
-    .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
-    add!(keyed, meta::health as __path_health).layer(middleware::from_fn(request::observe)).with_state(app)
+        meta::metrics as __path_metrics,
+    );
+    let keyed = proxy::BY_PATH
+        .iter()
+        .fold(keyed, |router, path| router.route(path, routing::any(proxy::by_path)))
+        .route_layer(middleware::from_fn_with_state(app.clone(), request::authorize));
+    add!(keyed, meta::health as __path_health)
+        .layer(middleware::from_fn_with_state(app.clone(), proxy::by_host))
+        .layer(middleware::from_fn_with_state(app.clone(), request::observe))
+        .with_state(app)
 }

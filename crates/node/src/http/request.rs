@@ -1,7 +1,7 @@
 //! What happens around every request: its id, its log line, its key.
 
-use super::{App, errors};
-use crate::{Error, Result};
+use super::{App, errors, proxy};
+use crate::{Error, Result, metrics::Metrics};
 use axum::{
     extract::{MatchedPath, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request::Parts, uri::Authority},
@@ -20,7 +20,7 @@ const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const CLIENT_LEFT: u16 = 499;
 
 /// Gives the request its id, answers every failure in the envelope, and logs one line.
-pub(super) async fn observe(request: Request, next: Next) -> Response {
+pub(super) async fn observe(State(app): State<App>, request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let path = request.uri().path().to_owned();
     let mut line = Line {
@@ -28,8 +28,10 @@ pub(super) async fn observe(request: Request, next: Next) -> Response {
         method: request.method().clone(),
         route: request.extensions().get::<MatchedPath>().map_or("-".into(), |path| path.as_str().to_owned()),
         started: Instant::now(),
+        metrics: app.api.counters(),
         status: CLIENT_LEFT,
         error: None,
+        is_guests: false,
     };
     let span = tracing::info_span!("request", id = id);
     let answered = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
@@ -37,7 +39,12 @@ pub(super) async fn observe(request: Request, next: Next) -> Response {
     let response = answered.unwrap_or_else(|_| {
         errors::answer(StatusCode::INTERNAL_SERVER_ERROR, "the node failed on this request".into())
     });
-    let mut response = errors::enveloped(response, &line.method, &path).await;
+    if response.extensions().get::<proxy::ByHost>().is_some() {
+        line.route = proxy::BY_HOST.into();
+    }
+    line.is_guests = response.extensions().get::<proxy::FromGuest>().is_some();
+    let mut response =
+        if line.is_guests { response } else { errors::enveloped(response, &line.method, &path).await };
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);
     }
@@ -52,13 +59,17 @@ struct Line {
     method: Method,
     route: String,
     started: Instant,
+    metrics: Metrics,
     status: u16,
     error: Option<String>,
+    is_guests: bool,
 }
 
 impl Drop for Line {
     fn drop(&mut self) {
-        let ms = self.started.elapsed().as_secs_f64() * 1e3;
+        let took = self.started.elapsed();
+        let ms = took.as_secs_f64() * 1e3;
+        self.metrics.request(self.method.as_str(), &self.route, self.status, self.is_guests, took);
         tracing::info!(
             id = self.id,
             method = self.method.as_str(),
@@ -106,23 +117,31 @@ fn allowed(app: &App, parts: &Parts) -> Result<()> {
 
 /// The key: `Authorization: Bearer`, else `X-API-Key`, else (for what a browser opens without headers: event
 /// streams and WebSockets) `?access_token=`.
-fn key(parts: &Parts) -> Option<String> {
-    let text = |name: HeaderName| parts.headers.get(name).and_then(|value| value.to_str().ok());
-    let bearer = text(header::AUTHORIZATION)
-        .and_then(|value| value.split_once(' '))
-        .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
-        .map(|(_, key)| key.trim().to_owned());
+pub(super) fn key(parts: &Parts) -> Option<String> {
+    let headers = &parts.headers;
     let bare = || {
+        let text = |name: HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
         let streams = text(header::UPGRADE).is_some_and(|value| value.eq_ignore_ascii_case("websocket"))
             || text(header::ACCEPT).is_some_and(|value| value.contains("text/event-stream"));
-        let pairs = parts.uri.query().filter(|_| streams)?;
-        let pairs = serde_urlencoded_pairs(pairs)?;
-        pairs.into_iter().find(|(name, _)| name == "access_token").map(|(_, key)| key)
+        let query = parts.uri.query().filter(|_| streams)?;
+        pairs(query)?.into_iter().find(|(name, _)| name == "access_token").map(|(_, key)| key)
     };
-    bearer.or_else(|| text(API_KEY).map(ToOwned::to_owned)).or_else(bare)
+    let [bearer, plain] = [header::AUTHORIZATION, API_KEY].map(|name| header_key(headers, &name));
+    bearer.or(plain).or_else(bare)
 }
 
-fn serde_urlencoded_pairs(query: &str) -> Option<Vec<(String, String)>> {
+/// The key in one of the headers that carry one.
+pub(super) fn header_key(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
+    let text = headers.get(name)?.to_str().ok()?;
+    if *name == API_KEY {
+        return Some(text.to_owned());
+    }
+    let (scheme, key) = text.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim().to_owned())
+}
+
+/// A query's names and values, decoded.
+pub(super) fn pairs(query: &str) -> Option<Vec<(String, String)>> {
     let uri = format!("/?{query}").parse().ok()?;
     axum::extract::Query::try_from_uri(&uri).ok().map(|pairs| pairs.0)
 }

@@ -2,8 +2,9 @@
 
 use super::{
     App,
-    document::{Any, Asked, Maker, Mover, Named, Stateful, Told},
+    document::{Any, Asked, Keyed, Later, Maker, Mover, Named, Stateful, Told},
     extract::{self, OfSandbox, Query},
+    once::RequestKey,
 };
 use crate::Result;
 use axum::{Json, extract::State, http::StatusCode};
@@ -13,14 +14,19 @@ use utoipa::IntoParams;
 
 /// Makes a sandbox from a template or a snapshot. It is ready for commands when this answers.
 #[utoipa::path(post, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "create_sandbox",
+    params(RequestKey),
     request_body = CreateSandbox,
-    responses((status = 201, description = "Made and ready", body = Sandbox), Any, Told, Maker,
+    responses((status = 201, description = "Made and ready", body = Sandbox), Any, Told, Maker, Keyed,
+        (status = 409, description = "What the request of this Idempotency-Key made was deleted since",
+            body = keiki_types::api::ErrorBody),
         (status = 404, description = "No such template or snapshot", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn create(
     State(app): State<App>,
+    key: RequestKey,
     extract::Json(request): extract::Json<CreateSandbox>,
 ) -> Result<(StatusCode, Json<Sandbox>)> {
-    Ok((StatusCode::CREATED, Json(app.api.create(request).await?)))
+    let once = key.of(&request);
+    Ok((StatusCode::CREATED, Json(app.api.create(request, once).await?)))
 }
 
 #[derive(Deserialize, IntoParams)]
@@ -78,7 +84,7 @@ pub(super) async fn resume(State(app): State<App>, OfSandbox(id): OfSandbox) -> 
 /// Stores a sandbox and frees its memory.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/hibernate", tag = "sandboxes", operation_id = "hibernate_sandbox",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Mover,
+    responses((status = 200, description = "It is hibernated", body = Sandbox), Any, Named, Mover, Later,
         (status = 507, description = "Not enough disk", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn hibernate(State(app): State<App>, OfSandbox(id): OfSandbox) -> Result<Json<Sandbox>> {
     Ok(Json(app.api.hibernate(id).await?))

@@ -2,8 +2,9 @@
 
 use super::{
     App,
-    document::{Any, Asked, Named, Stateful},
+    document::{Any, Asked, Keyed, Named, Stateful},
     extract::{self, OfSandbox, OfSnapshot, Query},
+    once::RequestKey,
 };
 use crate::Result;
 use axum::{Json, extract::State, http::StatusCode};
@@ -13,16 +14,18 @@ use utoipa::IntoParams;
 
 /// Snapshots a sandbox. It goes on; the snapshot is durable when this answers.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", operation_id = "take_snapshot",
-    params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 201, description = "The snapshot", body = Snapshot), Any, Named, Stateful,
+    params(("id" = String, Path, description = "The sandbox"),
+        RequestKey),
+    responses((status = 201, description = "The snapshot", body = Snapshot), Any, Named, Stateful, Keyed,
         (status = 503, description = "Try again after `Retry-After` seconds", body = ErrorBody),
         (status = 504, description = "The guest took too long", body = ErrorBody),
         (status = 507, description = "Not enough disk; nothing was made", body = ErrorBody)))]
 pub(super) async fn take(
     State(app): State<App>,
     OfSandbox(id): OfSandbox,
+    key: RequestKey,
 ) -> Result<(StatusCode, Json<Snapshot>)> {
-    Ok((StatusCode::CREATED, Json(app.api.snapshot(id).await?)))
+    Ok((StatusCode::CREATED, Json(app.api.snapshot(id, key.of(&())).await?)))
 }
 
 #[derive(Deserialize, IntoParams)]

@@ -21,6 +21,20 @@ pub(super) const PING: Bytes = Bytes::from_static(b": ping\n\n");
 /// The type of the answer.
 pub(super) const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
 
+/// One server-sent event of a stream, for the document.
+#[derive(utoipa::ToSchema)]
+#[allow(dead_code, reason = "only its description is used")]
+pub(super) struct ServerSentEvent {
+    /// What kind of event; `message` where none is named.
+    #[schema(required = false)]
+    event: String,
+    /// Its number, where events have one.
+    #[schema(required = false)]
+    id: String,
+    /// JSON, or a line of text.
+    data: String,
+}
+
 /// An answer that sends these frames and ends with them.
 pub(super) fn response(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
     let headers = [(header::CONTENT_TYPE, MEDIA_TYPE), (header::CACHE_CONTROL, "no-cache, no-transform")];

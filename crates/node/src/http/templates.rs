@@ -82,7 +82,7 @@ fn wanted(media: &str, body: &[u8]) -> Result<BuildTemplate> {
 fn typed(name: String, value: String) -> (String, serde_json::Value) {
     let value = match name.as_str() {
         "cpu" | "memory_mb" | "size_mb" => value.parse::<u64>().map_or(value.into(), Into::into),
-        "force" => match value.as_str() {
+        "force" | "rebake" => match value.as_str() {
             "true" | "1" => true.into(),
             "false" | "0" => false.into(),
             _ => value.into(),

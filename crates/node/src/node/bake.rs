@@ -22,6 +22,8 @@ use time::OffsetDateTime;
 
 /// A cold boot under software emulation takes seconds, not minutes.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
+/// One command that a template is warmed with: heavy imports under software emulation take a minute.
+const WARM_LIMIT: Duration = Duration::from_secs(600);
 /// Run once before the bake: their pages are then in every sandbox's memory from the start.
 const WARM: [&str; 4] = [
     "true; ls / >/dev/null; cat /etc/passwd >/dev/null; id >/dev/null; sh -c true",
@@ -53,33 +55,12 @@ impl Inner {
         build: &Building,
     ) -> Result<TemplateRecord> {
         let _ticket = self.admission.admit(recipe.shape, 1)?;
-        self.check_free((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
-        let scratch = self.store.scratch();
-        make_dir(&scratch)?;
-        let baked = self.bake_in(&scratch, recipe, dir, build).await;
-        self.store.remove(scratch).await?;
-        baked
-    }
-
-    async fn bake_in(
-        &self,
-        scratch: &Path,
-        recipe: &Recipe<'_>,
-        dir: &Path,
-        build: &Building,
-    ) -> Result<TemplateRecord> {
-        build.say("bake: copying the root disk to the store");
-        let disk = scratch.join("root.raw");
-        let (from, to) = (recipe.parts.rootfs.raw.clone(), disk.clone());
-        tokio::task::spawn_blocking(move || keiki_sys::sparse::copy(&from, &to))
-            .await
-            .map_err(|cause| Error::internal("the copy was interrupted", cause))?
-            .map_err(|cause| Error::internal("the root disk cannot be copied to the store", cause))?;
+        let _room = self.reserve_disk((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
         let boot = BootSpec {
             shape: recipe.shape,
             kernel: recipe.parts.kernel.bzimage.clone(),
             initrd: recipe.parts.initramfs.clone(),
-            disk,
+            disk: recipe.parts.rootfs.raw.clone(),
             cmdline: String::new(),
         };
         build.say("bake: cold boot");
@@ -100,7 +81,7 @@ impl Inner {
         self.end_machine(id, machine.as_ref(), Some(slot)).await;
         clock.lap("stop");
         if record.is_ok() {
-            super::log_done("bake", recipe.spec.name, &clock.timings());
+            self.done("bake", &recipe.spec.name, &clock.timings());
         }
         record
     }
@@ -118,7 +99,7 @@ impl Inner {
         let guest = self.wait_ready(machine, generation).await?;
         let cold_boot = ms(clock.lap("cold_boot"));
         build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
-        let guest = self.warm(machine, guest, generation).await?;
+        let guest = self.warm(machine, guest, generation, &recipe.spec.warm, build).await?;
         guest.flush().await?;
         guest.freeze_user().await?;
         make_dir(dir)?;
@@ -130,12 +111,12 @@ impl Inner {
         self.persist(frozen.as_ref()).await?;
         clock.lap("warm_and_freeze");
         Ok(TemplateRecord {
-            name: recipe.spec.name.into(),
+            name: recipe.spec.name.clone(),
             version: recipe.version.into(),
             shape: recipe.shape,
             created_at: OffsetDateTime::now_utc(),
             size_bytes: tree_bytes(dir),
-            description: recipe.spec.description.into(),
+            description: recipe.spec.description.clone(),
             generation,
             engine: self.engine.kind(),
             cold_boot_ms: cold_boot,
@@ -170,34 +151,60 @@ impl Inner {
 
     /// Goes once through everything that a copy goes through between its thaw and its first command: what is
     /// mapped, opened and made by then need not be in each copy. Returns the second connection.
-    async fn warm(&self, machine: &dyn Machine, guest: GuestLink, generation: u64) -> Result<GuestLink> {
+    async fn warm(
+        &self,
+        machine: &dyn Machine,
+        guest: GuestLink,
+        generation: u64,
+        own: &[String],
+        build: &Building,
+    ) -> Result<GuestLink> {
         guest.individualize(Origin::Create, WARM_NAME).await?;
         for line in WARM {
-            run(&guest, line).await?;
+            run(&guest, line, BOOT_LIMIT).await?;
+        }
+        for (index, line) in own.iter().enumerate() {
+            build.say(&format!("bake: warming, {} of {}", index + 1, own.len()));
+            run(&guest, line, WARM_LIMIT).await?;
         }
         guest.freeze_user().await?;
         guest.thaw_user().await?;
         drop(guest);
         let guest = GuestLink::connect(&machine.agent_socket(), generation).await?;
-        run(&guest, WARM[0]).await?;
+        run(&guest, WARM[0], BOOT_LIMIT).await?;
         tokio::time::sleep(SETTLE).await;
         Ok(guest)
     }
 }
 
-async fn run(guest: &GuestLink, line: &str) -> Result<()> {
+async fn run(guest: &GuestLink, line: &str, limit: Duration) -> Result<()> {
     let spec =
         ExecSpec { id: SandboxId::new().to_string(), shell: line.to_owned().into(), ..ExecSpec::default() };
     let run = async {
         let mut events = guest.client().await.exec(spec).await?.into_inner();
+        let mut said = Vec::new();
         while let Some(event) = events.message().await? {
-            if let Some(Event::Exit(exit)) = event.event {
-                anyhow::ensure!(exit.code == 0, "`{line}` exited with {}", exit.code);
-                return Ok(());
+            match event.event {
+                Some(Event::Exit(exit)) => {
+                    let said = String::from_utf8_lossy(&said);
+                    anyhow::ensure!(exit.code == 0, "`{line}` exited with {}: {}", exit.code, said.trim());
+                    return Ok(());
+                }
+                Some(Event::Stderr(chunk)) => keep_tail(&mut said, &chunk.data),
+                _ => {}
             }
         }
         anyhow::bail!("the guest stopped answering")
     };
-    let done = tokio::time::timeout(BOOT_LIMIT, run).await.context("it took too long").flatten();
+    let done =
+        tokio::time::timeout(limit, run).await.with_context(|| format!("`{line}` took too long")).flatten();
     done.map_err(|cause| Error::internal("the guest could not be warmed", cause))
+}
+
+/// The last of what a command said.
+fn keep_tail(said: &mut Vec<u8>, chunk: &[u8]) {
+    const KEPT: usize = 1000;
+    said.extend_from_slice(chunk);
+    let excess = said.len().saturating_sub(KEPT);
+    said.drain(..excess);
 }

@@ -17,15 +17,17 @@ use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
     lifecycle::{Decision, Verb},
+    once::Once,
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
     store::{make_dir, tree_bytes},
 };
 use futures::future::join_all;
 use keiki_engine::{Frozen, Image};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, Shape, SnapshotId, Status,
-    api::{self, ForkSandbox, Forked, Timings},
+    api::{self, EventKind, ForkSandbox, Forked, Timings},
 };
 use std::{
     sync::Arc,
@@ -89,25 +91,18 @@ impl Inner {
         for (step, took) in &report.steps.0 {
             clock.note(&format!("freeze:{step}"), *took);
         }
+        self.tell(sandbox.id, EventKind::Frozen, |event| event.ms = Some(ms(report.vcpu_pause)));
         Ok(Taken { frozen, pause: Pause { vcpu: report.vcpu_pause, user: user_pause } })
     }
 
     /// Room for a frozen machine whose RAM is all private, and for its copies.
-    fn check_disk(&self, shape: Shape, copies: usize) -> Result<()> {
-        let wanted = (u64::from(shape.memory_mib) << 20) + MACHINE_DISK_BYTES * (copies as u64 + 1);
-        self.check_free(wanted)
+    fn room_for(&self, shape: Shape, copies: usize) -> Result<Ticket> {
+        self.reserve_disk((u64::from(shape.memory_mib) << 20) + MACHINE_DISK_BYTES * (copies as u64 + 1))
     }
 
-    /// Room on the store.
-    pub(super) fn check_free(&self, wanted: u64) -> Result<()> {
-        let free = self.store.free_bytes()?;
-        if free < wanted {
-            let (wanted, free) = (wanted >> 20, free >> 20);
-            return Err(Error::NoRoom(format!(
-                "insufficient host storage for sandbox: {wanted} MiB wanted, {free} MiB free"
-            )));
-        }
-        Ok(())
+    /// Room on the store, for as long as the operation runs.
+    pub(super) fn reserve_disk(&self, wanted: u64) -> Result<Ticket> {
+        self.room.reserve(wanted, || self.store.free_bytes())
     }
 
     /// A sandbox with a machine, its verb held: woken first if it is hibernated.
@@ -129,20 +124,29 @@ impl Inner {
         Ok((guard, Some(live)))
     }
 
-    pub(super) async fn snapshot(self: &Arc<Self>, id: SandboxId) -> Result<api::Snapshot> {
+    pub(super) async fn snapshot(
+        self: &Arc<Self>,
+        id: SandboxId,
+        once: Option<&Once>,
+    ) -> Result<api::Snapshot> {
+        let _armed = arm("snapshot");
         let mut clock = Clock::start();
         let sandbox = self.sandbox(id)?;
         let (_verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
         let Some(live) = live else { return Err(Error::Conflict(format!("sandbox {id} has no machine"))) };
         let record = sandbox.record();
-        self.check_disk(record.shape, 0)?;
+        let _room = self.room_for(record.shape, 0)?;
         let snapshot = SnapshotId::new();
         let dir = self.store.snapshot(snapshot);
-        let made = self.take_snapshot(&sandbox, &live, snapshot, &mut clock).await;
+        let made = self.take_snapshot(&sandbox, &live, snapshot, once, &mut clock).await;
         match made {
             Ok((snapshot_record, taken)) => {
                 let timings = frozen_timings(&clock, &taken);
-                super::log_done("snapshot", &id.to_string(), &timings);
+                self.done("snapshot", &id.to_string(), &timings);
+                self.tell(id, EventKind::Snapshotted, |event| {
+                    event.snapshot_id = Some(snapshot);
+                    event.ms = Some(timings.total_ms);
+                });
                 Ok(api::Snapshot { timings: Some(timings), ..snapshot_record.view() })
             }
             Err(error) => {
@@ -157,6 +161,7 @@ impl Inner {
         sandbox: &Sandbox,
         live: &Live,
         id: SnapshotId,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<(SnapshotRecord, Taken)> {
         let record = sandbox.record();
@@ -178,7 +183,7 @@ impl Inner {
             engine: record.engine,
             metadata: record.metadata,
         };
-        self.records.put(vec![snapshot.clone()]).await?;
+        self.records.put_made(vec![snapshot.clone()], once.map(|once| once.made([id]))).await?;
         // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
         sandbox.update(|record| record.parent_snapshot_id = Some(id));
         self.records.put(vec![sandbox.record()]).await?;
@@ -186,7 +191,13 @@ impl Inner {
         Ok((snapshot, taken))
     }
 
-    pub(super) async fn fork(self: &Arc<Self>, id: SandboxId, fork: ForkSandbox) -> Result<Forked> {
+    pub(super) async fn fork(
+        self: &Arc<Self>,
+        id: SandboxId,
+        fork: ForkSandbox,
+        once: Option<&Once>,
+    ) -> Result<Forked> {
+        let _armed = arm("fork");
         let mut clock = Clock::start();
         let count = request::fork_count(fork.count)?;
         let sandbox = self.sandbox(id)?;
@@ -199,7 +210,7 @@ impl Inner {
         };
         let ttl_seconds = request::ttl(fork.ttl_seconds, parent.ttl_seconds)?;
         let tickets = self.admission.admit(parent.shape, count)?;
-        self.check_disk(parent.shape, count)?;
+        let _room = self.room_for(parent.shape, count)?;
 
         let children: Vec<SandboxRecord> = join_all((0..count).map(|_| async {
             let generation = self.records.generation().await?;
@@ -224,6 +235,9 @@ impl Inner {
         .into_iter()
         .collect::<Result<_>>()?;
         self.records.put(children.clone()).await?;
+        for child in &children {
+            self.announce(child);
+        }
         clock.lap("admit");
 
         let scratch = self.store.scratch();
@@ -233,11 +247,11 @@ impl Inner {
         let (lives, taken) = match made {
             Ok(made) => made,
             Err(error) => {
-                self.forget(&children).await;
+                self.forget(&children, &error).await;
                 return Err(error);
             }
         };
-        self.finish_fork(&parent, children, lives, &taken, &mut clock).await
+        self.finish_fork(&parent, children, lives, &taken, once, &mut clock).await
     }
 
     /// Monitors first, while the parent runs; then one freeze; then all thaws. All or nothing.
@@ -289,8 +303,11 @@ impl Inner {
         children: Vec<SandboxRecord>,
         lives: Vec<(Live, Clock)>,
         taken: &Taken,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<Forked> {
+        // A child's clock goes on from the fork's own, which has one step more by now: `thaws`.
+        let before = clock.timings().steps.len().saturating_sub(1);
         let mut records = Vec::with_capacity(children.len());
         for (mut record, (live, own_clock)) in children.into_iter().zip(&lives) {
             record.status = Status::Running;
@@ -299,18 +316,26 @@ impl Inner {
             record.timings = Some(released_timings(own_clock, Some(taken.pause)));
             records.push(record);
         }
-        if let Err(error) = self.records.put(records.clone()).await {
+        let request = once.map(|once| once.made(records.iter().map(|record| record.id)));
+        if let Err(error) = self.records.put_made(records.clone(), request).await {
             join_all(lives.iter().map(|(live, _)| self.end_unnamed(live))).await;
-            self.forget(&records).await;
+            self.forget(&records, &error).await;
             return Err(error);
         }
         clock.lap("record");
         let mut views = Vec::with_capacity(records.len());
-        for (record, (live, _)) in records.into_iter().zip(lives) {
+        for (record, (live, own_clock)) in records.into_iter().zip(lives) {
+            let own = own_clock.timings();
+            self.metrics.steps("fork", own.steps.get(before..).unwrap_or_default());
+            self.tell(record.id, EventKind::Running, |event| event.ms = Some(own.total_ms));
             views.push(self.adopt_live(record, live).view());
         }
         let timings = frozen_timings(clock, taken);
-        super::log_done("fork", &parent.id.to_string(), &timings);
+        self.done("fork", &parent.id.to_string(), &timings);
+        self.tell(parent.id, EventKind::Forked, |event| {
+            event.children = views.iter().map(|child| child.id).collect();
+            event.ms = Some(timings.total_ms);
+        });
         let sandbox = views.first().cloned();
         let sandbox = sandbox.ok_or_else(|| Error::Invalid("count must be at least 1".into()))?;
         Ok(Forked { parent_id: parent.id, sandbox, children: views, timings })
@@ -334,9 +359,10 @@ impl Inner {
     }
 
     async fn hibernate_leaving(&self, sandbox: &Sandbox, live: &Live) -> Result<()> {
+        let _armed = arm("hibernate");
         let mut clock = Clock::start();
         let record = sandbox.record();
-        self.check_disk(record.shape, 0)?;
+        let _room = self.room_for(record.shape, 0)?;
         let dir = self.store.hibernated(record.id, record.generation);
         let made = async {
             let image = self.image(&dir, record.shape).await?;
@@ -355,7 +381,9 @@ impl Inner {
                 });
                 self.end_live(record.id, live).await;
                 clock.lap("stop");
-                super::log_done("hibernate", &record.id.to_string(), &frozen_timings(&clock, &taken));
+                let timings = frozen_timings(&clock, &taken);
+                self.done("hibernate", &record.id.to_string(), &timings);
+                self.tell(record.id, EventKind::Hibernated, |event| event.ms = Some(timings.total_ms));
                 Ok(())
             }
             Err(error) => {
@@ -395,7 +423,11 @@ impl Inner {
     }
 
     /// Removes the records of sandboxes that never came to be.
-    pub(super) async fn forget(&self, records: &[SandboxRecord]) {
+    pub(super) async fn forget(&self, records: &[SandboxRecord], why: &Error) {
+        for record in records {
+            self.unlist(record.id);
+            self.tell(record.id, EventKind::Failed, |event| event.reason = Some(why.to_string()));
+        }
         let keys = records.iter().map(|record| record.id.to_string()).collect();
         if let Err(error) = self.records.remove::<SandboxRecord>(keys).await {
             tracing::error!(

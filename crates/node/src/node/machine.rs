@@ -106,7 +106,7 @@ impl Inner {
             }
         };
         for (step, took) in steps.0 {
-            clock.note(step, took);
+            clock.note(&step, took);
         }
         clock.lap("thaw");
         match self.release(id, machine.as_ref(), who, clock).await {

@@ -14,6 +14,8 @@
 mod bake;
 mod freeze;
 mod machine;
+mod observe;
+mod once;
 pub(crate) mod request;
 mod sources;
 mod start;
@@ -22,8 +24,13 @@ mod template;
 mod verbs;
 
 use crate::{
-    admission::Admission,
+    admission::{Admission, DiskRoom},
     error::{Error, Result},
+    events::{Events, event},
+    locks::Locks,
+    metrics::Metrics,
+    once::Once,
+    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
     store::Store,
@@ -35,8 +42,8 @@ use keiki_net::Slots;
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        self, Build, BuildTemplate, CreateSandbox, ForkSandbox, Forked, Lifecycle, Promote, Promoted,
-        SetLifecycle, Snapshot, Template, Timings, Version,
+        self, Build, BuildTemplate, CreateSandbox, EventKind, ForkSandbox, Forked, Lifecycle, Promote,
+        Promoted, SetLifecycle, Snapshot, Template, Timings, Version,
     },
 };
 use std::{
@@ -56,12 +63,18 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
     pub cache_dir: Option<PathBuf>,
+    /// Where users keep templates of their own, `NAME.toml` each.
+    pub templates_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
     /// Keys that may use the API. None: any key, which is allowed on loopback only.
     pub api_keys: Vec<String>,
     /// Which engine; None probes.
     pub engine: Option<EngineKind>,
+    /// Where `keiki-vmm` is, the monitor of engine `kvm`. None: it was not found.
+    pub vmm_binary: Option<PathBuf>,
+    /// Among whom memory may be shared at most.
+    pub sharing: Sharing,
     /// Network of the slots, e.g. `10.200.0.0/16`.
     pub slot_range: String,
     /// Where the guest agent binary is; it goes into the initramfs of templates.
@@ -75,10 +88,23 @@ pub struct Config {
     pub seats_ahead: usize,
     /// Networks that guests may reach although they are private or local, as CIDRs.
     pub egress_allow: Vec<String>,
+    /// Domain of previews: port 8000 of a sandbox is at `8000-ID.SUFFIX`. Its names must lead to this node.
+    pub preview_suffix: String,
     /// Name servers of the forwarder. Empty: the host's.
     pub dns: Vec<std::net::SocketAddr>,
     /// End every sandbox and unmount the store when the node stops.
     pub ephemeral: bool,
+}
+
+/// The widest scope in which machines share the memory that they were thawed from, until they write it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// Machines of one template with all of the node; of one snapshot within the workspace.
+    Node,
+    /// Within the workspace.
+    Workspace,
+    /// Each has its own copy.
+    None,
 }
 
 /// The daemon, without HTTP. Cheap to clone.
@@ -97,10 +123,18 @@ pub(crate) struct Inner {
     trusts_all: bool,
     slots: Slots,
     admission: Admission,
+    /// Of the store.
+    room: DiskRoom,
+    pub(crate) metrics: Metrics,
+    measured: observe::Measured,
+    events: Events,
+    pub(crate) previews: Previews,
     /// Machines being started or released at once: more than a few per CPU would only make all of them late.
     starting: tokio::sync::Semaphore,
     templates: template::Templates,
     sources: sources::Sources,
+    /// Named requests under way, by their keys.
+    requests: Locks<String>,
     /// What must end before the node does.
     under_way: TaskTracker,
     sandboxes: RwLock<HashMap<SandboxId, Arc<Sandbox>>>,
@@ -131,8 +165,18 @@ impl Inner {
     /// Takes a released machine in: from here on its sandbox can be used.
     fn adopt_live(self: &Arc<Self>, record: SandboxRecord, live: Live) -> Arc<Sandbox> {
         let live = Arc::new(live);
-        let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
-        self.list_it(Arc::clone(&sandbox));
+        let sandbox = match self.sandbox(record.id) {
+            // Listed while it was being made.
+            Ok(sandbox) => {
+                sandbox.set_live(Some(Arc::clone(&live)), |current| *current = record);
+                sandbox
+            }
+            Err(_) => {
+                let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
+                self.list_it(Arc::clone(&sandbox));
+                sandbox
+            }
+        };
         self.watch(Arc::clone(&sandbox), live);
         sandbox
     }
@@ -153,24 +197,34 @@ impl Inner {
     }
 
     async fn view(&self, sandbox: &Sandbox) -> api::Sandbox {
-        let memory = match sandbox.live() {
-            Some(live) => live.machine.memory().await.ok(),
-            None => None,
+        let (memory, cpu) = match sandbox.live() {
+            Some(live) => (live.machine.memory().await.ok(), live.machine.cpu_time().await.ok().flatten()),
+            None => (None, None),
         };
-        api::Sandbox { memory, ..sandbox.view() }
+        let cpu_ms = cpu.map(|used| u64::try_from(used.as_millis()).unwrap_or(u64::MAX));
+        api::Sandbox { memory, cpu_ms, ..sandbox.view() }
+    }
+
+    /// A verb that is done: one log line with its steps, and its measures.
+    fn done(&self, verb: &str, id: &str, timings: &Timings) {
+        let steps: Vec<String> =
+            timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
+        tracing::info!(operation = verb, id, ms = timings.total_ms, steps = steps.join(" "), "done");
+        self.metrics.verb(verb, timings);
+    }
+
+    /// Something happened to a sandbox.
+    fn tell(&self, id: SandboxId, kind: EventKind, more: impl FnOnce(&mut api::Event)) {
+        let mut event = event(id, kind);
+        more(&mut event);
+        self.metrics.event(kind.as_str());
+        self.events.emit(event);
     }
 }
 
 /// What a verb is told that comes too late.
 fn stopping() -> Error {
     Error::Busy { why: "the node is stopping".into(), retry_after: Duration::from_secs(5) }
-}
-
-/// One log line per operation, with its steps.
-fn log_done(operation: &str, id: &str, timings: &Timings) {
-    let steps: Vec<String> =
-        timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();
-    tracing::info!(operation, id, ms = timings.total_ms, steps = steps.join(" "), "done");
 }
 
 impl Node {
@@ -197,10 +251,10 @@ impl Node {
     /// Makes a sandbox from a template or a snapshot.
     ///
     /// # Errors
-    /// 400, 404, 503 while the template is being built, 507.
-    pub async fn create(&self, request: CreateSandbox) -> Result<api::Sandbox> {
+    /// 400, 404, 503 while the template is being built, 507; 409 and 422 for a named request.
+    pub async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<api::Sandbox> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.create(request).await }).await
+        self.inner.to_the_end(async move { inner.create_once(request, once).await }).await
     }
 
     /// Newest first. `memory`: fill in memory use.
@@ -237,10 +291,10 @@ impl Node {
     /// Branches children off a sandbox, all or none.
     ///
     /// # Errors
-    /// 400, 404, 409, 507.
-    pub async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    /// 400, 404, 409, 507; 422 for a named request.
+    pub async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.fork(id, request).await }).await
+        self.inner.to_the_end(async move { inner.fork_once(id, request, once).await }).await
     }
 
     /// Keeps one child of a fork-tree.
@@ -313,6 +367,9 @@ impl Node {
         if matches!(current.status, Status::Stopping | Status::Deleted) {
             return Err(Error::NotFound(format!("no sandbox {id}")));
         }
+        if current.status == Status::Creating {
+            return Err(Error::Conflict(format!("sandbox {id} is still being created")));
+        }
         let ttl_seconds = request::ttl(request.ttl_seconds, current.ttl_seconds)?;
         let record = sandbox.update(|record| {
             record.ttl_seconds = ttl_seconds;
@@ -324,24 +381,25 @@ impl Node {
         self.lifecycle(id).await
     }
 
-    /// The last `limit` bytes of the guest's console.
+    /// The last `limit` bytes of the guest's console; of a machine that ended by itself, what it said at its end.
     ///
     /// # Errors
     /// 404.
     pub async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes> {
-        match self.inner.sandbox(id)?.live() {
+        let sandbox = self.inner.sandbox(id)?;
+        match sandbox.live() {
             Some(live) => Ok(live.machine.console(limit).await.into()),
-            None => Ok(Bytes::new()),
+            None => Ok(crate::sandbox::console_of(&sandbox.record()).unwrap_or_default().into()),
         }
     }
 
     /// Takes a snapshot; the sandbox goes on.
     ///
     /// # Errors
-    /// 404, 409, 507.
-    pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    /// 404, 409, 507; 422 for a named request.
+    pub async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.snapshot(id).await }).await
+        self.inner.to_the_end(async move { inner.snapshot_once(id, once).await }).await
     }
 
     /// Newest first.

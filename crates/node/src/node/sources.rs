@@ -3,12 +3,9 @@
 //! Removing a snapshot or a template version first takes its name away, so that nobody new finds it, then claims
 //! the directory, which waits for those who hold it. A machine that is up needs it no more: it has links of its own.
 
-use std::{
-    collections::HashMap,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, Weak},
-};
-use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
+use crate::locks::Locks;
+use std::path::{Path, PathBuf};
+use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard};
 
 /// As long as it exists, the directory stays.
 pub(super) struct Hold {
@@ -23,29 +20,18 @@ pub(super) struct Claim {
 /// Who holds which directory.
 #[derive(Default)]
 pub(super) struct Sources {
-    locks: Mutex<HashMap<PathBuf, Weak<RwLock<()>>>>,
+    locks: Locks<PathBuf>,
 }
 
 impl Sources {
     /// Keeps a directory. Look whether it is still named after this, not before.
     pub async fn hold(&self, dir: &Path) -> Hold {
-        Hold { _guard: self.lock(dir).read_owned().await }
+        Hold { _guard: self.locks.of(dir.into()).read_owned().await }
     }
 
     /// Waits until nobody holds a directory whose name was taken away.
     pub async fn claim(&self, dir: &Path) -> Claim {
-        Claim { _guard: self.lock(dir).write_owned().await }
-    }
-
-    fn lock(&self, dir: &Path) -> Arc<RwLock<()>> {
-        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(lock) = locks.get(dir).and_then(Weak::upgrade) {
-            return lock;
-        }
-        locks.retain(|_, lock| lock.strong_count() > 0);
-        let lock = Arc::new(RwLock::new(()));
-        locks.insert(dir.into(), Arc::downgrade(&lock));
-        lock
+        Claim { _guard: self.locks.of(dir.into()).write_owned().await }
     }
 }
 
@@ -69,6 +55,6 @@ mod tests {
         assert!(timeout(soon, sources.hold(dir)).await.is_err(), "held while claimed");
         drop(claim);
         drop(sources.hold(Path::new("/z")).await);
-        assert_eq!(sources.locks.lock().map(|locks| locks.len()).ok(), Some(1), "the unused are forgotten");
+        assert_eq!(sources.locks.len(), 1, "the unused are forgotten");
     }
 }

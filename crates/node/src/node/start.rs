@@ -1,18 +1,23 @@
 //! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
-use super::{Config, Inner, Node, sources::Sources, sweep, template::Templates};
+use super::{Config, Inner, Node, observe::Measured, sources::Sources, sweep, template::Templates};
 use crate::{
-    admission::Admission,
+    admission::{Admission, DiskRoom},
     error::{Error, Result},
+    events::Events,
     guest::GuestLink,
+    locks::Locks,
+    metrics::Metrics,
+    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
 };
-use keiki_engine::{Engine, Machine, qemu};
+use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
-use keiki_types::{EngineKind, SandboxId, Status};
+use keiki_sys::failpoint;
+use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
     path::PathBuf,
@@ -52,14 +57,10 @@ impl Node {
 
     async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
-        let engine = choose_engine(&config, &store)?;
-        let capabilities = engine.probe().await;
-        if !capabilities.usable {
-            return Err(Error::Invalid(format!(
-                "engine {} cannot run here: {}",
-                capabilities.kind, capabilities.note
-            )));
-        }
+        let events = Events::open(&store.events())?;
+        let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
+        let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
+        let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
@@ -67,21 +68,28 @@ impl Node {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
-            trusts_all: config.api_keys.is_empty() && is_loopback(&config.listen).await,
+            trusts_all,
             config,
             records,
             store,
             engine,
             slots,
             admission,
+            room: DiskRoom::default(),
+            metrics: Metrics::default(),
+            measured: Measured::default(),
+            events,
+            previews,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
+            requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
+        tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })
     }
 
@@ -94,6 +102,7 @@ impl Node {
         if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
             tracing::error!("some operations did not come to an end; the next start removes what they leave");
         }
+        inner.engine.close().await;
         for sandbox in inner.sandboxes().into_iter().filter(|_| inner.config.ephemeral) {
             if let Err(error) = inner.delete(sandbox.id).await {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
@@ -104,6 +113,7 @@ impl Node {
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
         }
+        inner.events.flush().await;
         if !inner.config.ephemeral {
             return;
         }
@@ -114,14 +124,35 @@ impl Node {
     }
 }
 
-fn choose_engine(config: &Config, store: &Store) -> Result<Arc<dyn Engine>> {
-    match config.engine {
-        // The only engine so far; probing chooses between two once there are two.
-        None | Some(EngineKind::Qemu) => {
-            Ok(Arc::new(qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?))))
+/// The engine that was asked for, or the best that works here.
+async fn choose_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let mut refused = String::new();
+    if config.engine != Some(EngineKind::Qemu) {
+        match kvm_engine(config, store).await? {
+            (engine, capabilities) if capabilities.usable => return Ok((engine, capabilities)),
+            (_, capabilities) => refused = capabilities.note,
         }
-        Some(EngineKind::Kvm) => Err(Error::Invalid("engine kvm is not part of this build: use qemu".into())),
     }
+    if config.engine == Some(EngineKind::Kvm) {
+        return Err(Error::Invalid(format!("engine kvm cannot run here: {refused}")));
+    }
+    let engine = qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?));
+    let mut capabilities = engine.probe().await;
+    if !capabilities.usable {
+        return Err(Error::Invalid(format!("engine qemu cannot run here: {}", capabilities.note)));
+    }
+    if !refused.is_empty() {
+        capabilities.note = format!("{}; not kvm: {refused}", capabilities.note);
+    }
+    Ok((Arc::new(engine), capabilities))
+}
+
+async fn kvm_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let forced = config.engine == Some(EngineKind::Kvm);
+    let binary = config.vmm_binary.clone().unwrap_or_else(|| PathBuf::from("keiki-vmm"));
+    let engine = kvm::Kvm::new(kvm::KvmConfig { binary, forced, common: Common::new(store.engine()?) });
+    let capabilities = engine.probe().await;
+    Ok((Arc::new(engine), capabilities))
 }
 
 async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {
@@ -161,6 +192,7 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
 
 impl Inner {
     async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
+        let _armed = failpoint::arm("start");
         self.clear_scratch().await?;
         let mut named = HashSet::new();
         for record in known {
@@ -187,6 +219,10 @@ impl Inner {
         match found {
             Ok(Some(live)) => {
                 tracing::info!(id = %record.id, "found running");
+                failpoint::reach("adopt");
+                if record.status == Status::Running {
+                    self.tell(record.id, EventKind::Running, |_| {});
+                }
                 self.adopt_live(record, live);
                 Ok(())
             }
@@ -249,6 +285,7 @@ impl Inner {
     async fn recover_failed(self: &Arc<Self>, record: SandboxRecord, why: String) -> Result<()> {
         tracing::warn!(id = %record.id, why, "a sandbox was lost");
         self.end_leftovers(record.id).await?;
+        self.tell(record.id, EventKind::Failed, |event| event.reason = Some(why.clone()));
         let failed = SandboxRecord { status: Status::Failed, slot: None, error: Some(why), ..record };
         self.records.put(vec![failed.clone()]).await?;
         self.list_it(Sandbox::new(failed, None));

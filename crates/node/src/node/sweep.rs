@@ -5,7 +5,7 @@ use crate::{
     lifecycle::Sweep,
     sandbox::{CONSOLE_MARK, Live, Sandbox},
 };
-use keiki_types::Status;
+use keiki_types::{Status, api::EventKind};
 use std::{
     sync::{Arc, PoisonError, Weak},
     time::Duration,
@@ -30,6 +30,7 @@ pub(super) async fn sweeper(node: Weak<Inner>) {
             let Ok(verb) = Arc::clone(&sandbox.verb).try_lock_owned() else { continue };
             let (verdict, before) = sandbox.claim_if_idle();
             if verdict != Sweep::Keep {
+                node.tell(sandbox.id, EventKind::Expired, |_| {});
                 let sweep = Arc::clone(&node).sweep(sandbox, verdict, before, verb);
                 tokio::spawn(node.under_way.track_future(sweep));
             }
@@ -73,6 +74,7 @@ impl Inner {
             let console = String::from_utf8_lossy(&console).trim().to_owned();
             let error = if console.is_empty() { how } else { format!("{how}{CONSOLE_MARK}{console}") };
             tracing::warn!(id = %sandbox.id, error, "a machine ended by itself");
+            node.tell(sandbox.id, EventKind::Failed, |event| event.reason = Some(error.clone()));
             let record = sandbox.set_live(None, |record| {
                 record.status = Status::Failed;
                 record.slot = None;

@@ -8,14 +8,15 @@
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{Inner, bake::Recipe, machine::Place, request, sources::Hold};
+use super::{Inner, Sharing, bake::Recipe, machine::Place, request, sources::Hold};
 use crate::{
     error::{Error, Result},
     records::{TemplateRecord, rfc3339},
 };
 use futures::{StreamExt, stream::BoxStream};
 use keiki_engine::Frozen;
-use keiki_image::{Builder, TemplateSpec};
+use keiki_image::{Builder, Catalog, TemplateSpec};
+use keiki_sys::failpoint;
 use keiki_types::{
     SandboxId, Shape, TemplateName,
     api::{Build, BuildTemplate, Template},
@@ -151,6 +152,18 @@ impl Templates {
         Some(lines.flatten().boxed())
     }
 
+    /// Monitors that wait for a create, by template.
+    pub(super) fn prestarted(&self) -> Vec<(String, usize)> {
+        let state = self.state();
+        let mut all: Vec<_> = state
+            .baked
+            .values()
+            .map(|baked| (baked.record.name.clone(), baked.places().ready.len()))
+            .collect();
+        all.sort();
+        all
+    }
+
     fn current(&self, name: &str) -> Option<Arc<Baked>> {
         self.state().baked.get(name).cloned()
     }
@@ -194,12 +207,8 @@ impl Inner {
                 return Ok((baked, held));
             }
         }
-        let Some(spec) = keiki_image::template(name.as_str()) else {
-            let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
-            return Err(Error::NotFound(format!("no template {name}; there are: {}", known.join(", "))));
-        };
         if self.templates.running(name.as_str()).is_none() {
-            self.build_template(BuildTemplate { name: spec.name.into(), ..BuildTemplate::default() }).await?;
+            self.build_template(BuildTemplate { name: name.to_string(), ..BuildTemplate::default() }).await?;
         }
         Err(Error::Busy {
             why: format!("template {name} is being built; `keiki template build {name}` shows how far it is"),
@@ -207,11 +216,23 @@ impl Inner {
         })
     }
 
+    fn catalog(&self) -> Catalog {
+        Catalog::new(self.config.templates_dir.clone())
+    }
+
     pub(super) async fn templates_view(&self) -> Result<Vec<Template>> {
         let mut all: Vec<Template> = self.records.all::<TemplateRecord>().await?.iter().map(view).collect();
-        for spec in keiki_image::templates() {
-            if !all.iter().any(|template| template.name == spec.name) {
-                all.push(missing(spec));
+        let catalog = self.catalog();
+        for name in catalog.names() {
+            if all.iter().any(|template| template.name == name) {
+                continue;
+            }
+            match catalog.get(&name) {
+                Ok(spec) => all.extend(spec.as_ref().map(missing)),
+                // Whoever builds it is told.
+                Err(error) => {
+                    tracing::debug!(error = &error as &dyn std::error::Error, "a template is not listed")
+                }
             }
         }
         for template in &mut all {
@@ -226,21 +247,22 @@ impl Inner {
     pub(super) async fn build_template(self: &Arc<Self>, request: BuildTemplate) -> Result<Build> {
         let name: TemplateName =
             request.name.parse().map_err(|error| Error::Invalid(format!("name: {error}")))?;
-        let spec = keiki_image::template(name.as_str()).ok_or_else(|| {
-            let known: Vec<_> = keiki_image::templates().iter().map(|spec| spec.name).collect();
-            Error::NotFound(format!("no template {name} to build; there are: {}", known.join(", ")))
+        let catalog = self.catalog();
+        let found = catalog.get(name.as_str());
+        let spec = found.map_err(|error| Error::Invalid(sentence(&error)))?.ok_or_else(|| {
+            Error::NotFound(format!("no template {name}; there are: {}", catalog.names().join(", ")))
         })?;
         let shape = request::build_shape(&request, spec.shape)?;
         let mut building = self.templates.building.lock().await;
         if self.under_way.is_closed() {
             return Err(super::stopping());
         }
-        let (build, is_new) = self.templates.begin(spec.name);
+        let (build, is_new) = self.templates.begin(&spec.name);
         if is_new {
             let (node, build) = (Arc::clone(self), Arc::clone(&build));
             while building.try_join_next().is_some() {}
             building.spawn(async move {
-                let done = node.build(spec, shape, request.force, &build).await;
+                let done = node.build(&spec, shape, &request, &build).await;
                 build.update(|progress| {
                     progress.view.ended_at = rfc3339(OffsetDateTime::now_utc());
                     match done {
@@ -265,36 +287,39 @@ impl Inner {
 
     async fn build(
         self: &Arc<Self>,
-        spec: &'static TemplateSpec,
+        spec: &TemplateSpec,
         shape: Shape,
-        force: bool,
+        request: &BuildTemplate,
         build: &Arc<Building>,
     ) -> Result<()> {
+        let _armed = failpoint::arm("build");
         let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
         let (guest, say) = (self.config.guest_binary.clone(), Arc::clone(build));
+        let recipe = keiki_image::RootfsSpec { disk_mib: shape.disk_mib, ..spec.rootfs() };
+        let refresh = request.force;
         let parts = tokio::task::spawn_blocking(move || {
-            let builder = Builder::new(cache, Arc::new(move |line: &str| say.say(line))).refresh(force);
-            let recipe = keiki_image::RootfsSpec { disk_mib: shape.disk_mib, ..spec.rootfs() };
+            let builder = Builder::new(cache, Arc::new(move |line: &str| say.say(line))).refresh(refresh);
             builder.template(&recipe, &guest)
         });
         let parts = parts
             .await
             .map_err(|cause| Error::internal("the build was interrupted", cause))?
             .map_err(|cause| Error::internal(format!("template {} cannot be built", spec.name), cause))?;
-        let version = version_of(&parts.digest, shape, &self.engine_version);
-        let current = self.templates.state().baked.get(spec.name).map(|baked| baked.record.version.clone());
-        if current.as_deref() == Some(&version) && !force {
+        let version = version_of(&parts.digest, &spec.warm, shape, &self.engine_version);
+        let current = self.templates.state().baked.get(&spec.name).map(|baked| baked.record.version.clone());
+        // Another bake of the same contents has the time behind its version.
+        let is_same = current.is_some_and(|current| current.starts_with(&version));
+        if is_same && !request.force && !request.rebake {
             build.say("nothing to do: it is baked from exactly this already");
             return Ok(());
         }
         build.update(|progress| progress.view.status = "baking".into());
-        // A forced rebake of the same contents is another bake all the same.
-        let version = if current.as_deref() == Some(&version) {
+        let version = if is_same {
             format!("{version}-{}", OffsetDateTime::now_utc().unix_timestamp())
         } else {
             version
         };
-        let dir = self.store.template(spec.name, &version);
+        let dir = self.store.template(&spec.name, &version);
         let claim = self.sources.claim(&dir).await;
         self.store.remove(dir.clone()).await?;
         drop(claim);
@@ -311,7 +336,8 @@ impl Inner {
 
     async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
-        let frozen = self.load(&dir).await?;
+        let frozen = self.load_for(&dir, Sharing::Node).await?;
+        failpoint::reach("load");
         self.records.put(vec![record.clone()]).await?;
         build.say(&format!("done: {} version {}", record.name, record.version));
         let baked = Baked::new(record.clone(), frozen);
@@ -361,6 +387,7 @@ impl Inner {
         if self.templates.running(name.as_str()).is_some() {
             return Err(Error::Conflict(format!("template {name} is being built")));
         }
+        let _armed = failpoint::arm("delete_template");
         let baked = self.templates.state().baked.remove(name.as_str());
         let baked = baked.ok_or_else(|| Error::NotFound(format!("no template {name}")))?;
         self.records.remove::<TemplateRecord>(vec![name.as_str().into()]).await?;
@@ -370,7 +397,8 @@ impl Inner {
     /// Opens a recorded template at start. One that cannot be used here any more (another engine version, a
     /// damaged file) is forgotten: it will be baked anew when it is wanted.
     pub(super) async fn open_template(self: &Arc<Self>, record: TemplateRecord) -> Result<()> {
-        match self.load(&self.store.template(&record.name, &record.version)).await {
+        let dir = self.store.template(&record.name, &record.version);
+        match self.load_for(&dir, Sharing::Node).await {
             Ok(frozen) => {
                 let baked = Baked::new(record.clone(), frozen);
                 self.templates.state().baked.insert(record.name, Arc::clone(&baked));
@@ -441,9 +469,9 @@ impl Inner {
 }
 
 /// The error and what led to it, in one line: a build's log is all its user has.
-fn sentence(error: &Error) -> String {
+fn sentence(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
+    let mut cause = error.source();
     while let Some(next) = cause {
         text = format!("{text}: {next}");
         cause = next.source();
@@ -451,11 +479,11 @@ fn sentence(error: &Error) -> String {
     text
 }
 
-fn version_of(digest: &str, shape: Shape, engine: &str) -> String {
+fn version_of(digest: &str, warm: &[String], shape: Shape, engine: &str) -> String {
     use std::hash::{DefaultHasher, Hash, Hasher};
     // The digest names the contents; what else decides whether a bake can be reused is folded in.
     let mut hasher = DefaultHasher::new();
-    (digest, shape, engine).hash(&mut hasher);
+    (digest, warm, shape, engine).hash(&mut hasher);
     // First what tells two shapes of the same contents apart: tables show the beginning.
     let contents: String = digest.chars().take(12).collect();
     format!("{:08x}-{contents}", hasher.finish() >> 32)
@@ -478,14 +506,14 @@ fn view(record: &TemplateRecord) -> Template {
 
 fn missing(spec: &TemplateSpec) -> Template {
     Template {
-        name: spec.name.into(),
+        name: spec.name.clone(),
         version: String::new(),
         cpu: spec.shape.vcpus,
         memory_mb: spec.shape.memory_mib,
         disk_mb: spec.shape.disk_mib,
         size_bytes: 0,
         status: "missing".into(),
-        description: spec.description.into(),
+        description: spec.description.clone(),
         created_at: String::new(),
         cold_boot_ms: None,
     }

@@ -1,7 +1,7 @@
 //! The verbs that thaw or end machines: create, restore, wake, pause, resume, delete, promote.
 
 use super::{
-    Inner,
+    Inner, Sharing,
     freeze::released_timings,
     machine::{Individual, Place, engine_error},
     request,
@@ -10,13 +10,15 @@ use crate::{
     clock::Clock,
     error::{Error, Result},
     lifecycle::{Decision, Verb},
+    once::Once,
     records::{SandboxRecord, SnapshotRecord},
     sandbox::{Begin, Live, Sandbox, Use},
 };
-use keiki_engine::Frozen;
+use keiki_engine::{Frozen, SharingScope};
+use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, SnapshotId, Status, TemplateName,
-    api::{self, CreateSandbox, Promote, Promoted},
+    api::{self, CreateSandbox, EventKind, Promote, Promoted},
 };
 use std::{collections::BTreeMap, sync::Arc};
 use time::OffsetDateTime;
@@ -25,10 +27,69 @@ use time::OffsetDateTime;
 const RESTORE_DISK_BYTES: u64 = 16 << 20;
 
 impl Inner {
-    pub(super) async fn create(self: &Arc<Self>, asked: CreateSandbox) -> Result<api::Sandbox> {
+    pub(super) async fn create(
+        self: &Arc<Self>,
+        asked: CreateSandbox,
+        once: Option<&Once>,
+    ) -> Result<api::Sandbox> {
+        let _armed = arm(if asked.from_snapshot.is_some() { "restore" } else { "create" });
         let mut clock = Clock::start();
         let (ttl_seconds, metadata) = request::create(&asked)?;
-        let base = SandboxRecord {
+        let base = self.blank_record(ttl_seconds, metadata, asked.persistent.unwrap_or(false));
+        match &asked.from_snapshot {
+            Some(id) => {
+                let id =
+                    id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
+                let dir = self.store.snapshot(id);
+                let _held = self.sources.hold(&dir).await;
+                let snapshot = self.snapshot_record(id).await?;
+                request::shape(&asked, &snapshot.template, snapshot.shape)?;
+                let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
+                let record = SandboxRecord {
+                    template: snapshot.template,
+                    template_version: snapshot.template_version,
+                    shape: snapshot.shape,
+                    from_snapshot: Some(id),
+                    parent_snapshot_id: Some(id),
+                    origin: Origin::Restore,
+                    ..base
+                };
+                let frozen = self.load(&dir).await?;
+                clock.lap("load");
+                self.bring_up(record, frozen.as_ref(), None, once, &mut clock).await
+            }
+            None => {
+                let name = asked.template.as_deref().unwrap_or("base");
+                let name: TemplateName =
+                    name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
+                let (baked, _held) = self.baked(&name).await?;
+                request::shape(&asked, name.as_str(), baked.record.shape)?;
+                let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
+                let record = SandboxRecord {
+                    template: baked.record.name.clone(),
+                    template_version: baked.record.version.clone(),
+                    shape: baked.record.shape,
+                    ..base
+                };
+                let place = baked.take_place();
+                let record =
+                    SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
+                clock.lap("admit");
+                let made = self.bring_up(record, baked.frozen.as_ref(), place, once, &mut clock).await;
+                self.refill(&baked);
+                made
+            }
+        }
+    }
+
+    /// A sandbox of nothing yet.
+    fn blank_record(
+        &self,
+        ttl_seconds: u64,
+        metadata: BTreeMap<String, String>,
+        persistent: bool,
+    ) -> SandboxRecord {
+        SandboxRecord {
             id: SandboxId::new(),
             template: String::new(),
             template_version: String::new(),
@@ -41,57 +102,13 @@ impl Inner {
             parent_snapshot_id: None,
             origin: Origin::Create,
             boot_ms: 0,
-            persistent: asked.persistent.unwrap_or(false),
+            persistent,
             ttl_seconds,
             generation: 0,
             engine: self.engine.kind(),
             slot: None,
             timings: None,
             error: None,
-        };
-        match &asked.from_snapshot {
-            Some(id) => {
-                let id =
-                    id.parse::<SnapshotId>().map_err(|_| Error::NotFound(format!("no snapshot {id}")))?;
-                let dir = self.store.snapshot(id);
-                let _held = self.sources.hold(&dir).await;
-                let snapshot = self.snapshot_record(id).await?;
-                request::shape(&asked, &snapshot.template, snapshot.shape)?;
-                self.check_free(RESTORE_DISK_BYTES)?;
-                let record = SandboxRecord {
-                    template: snapshot.template,
-                    template_version: snapshot.template_version,
-                    shape: snapshot.shape,
-                    from_snapshot: Some(id),
-                    parent_snapshot_id: Some(id),
-                    origin: Origin::Restore,
-                    ..base
-                };
-                let frozen = self.load(&dir).await?;
-                clock.lap("load");
-                self.bring_up(record, frozen.as_ref(), None, &mut clock).await
-            }
-            None => {
-                let name = asked.template.as_deref().unwrap_or("base");
-                let name: TemplateName =
-                    name.parse().map_err(|error| Error::Invalid(format!("template: {error}")))?;
-                let (baked, _held) = self.baked(&name).await?;
-                request::shape(&asked, name.as_str(), baked.record.shape)?;
-                self.check_free(RESTORE_DISK_BYTES)?;
-                let record = SandboxRecord {
-                    template: baked.record.name.clone(),
-                    template_version: baked.record.version.clone(),
-                    shape: baked.record.shape,
-                    ..base
-                };
-                let place = baked.take_place();
-                let record =
-                    SandboxRecord { id: place.as_ref().map_or(record.id, |place| place.id), ..record };
-                clock.lap("admit");
-                let made = self.bring_up(record, baked.frozen.as_ref(), place, &mut clock).await;
-                self.refill(&baked);
-                made
-            }
         }
     }
 
@@ -101,6 +118,7 @@ impl Inner {
         record: SandboxRecord,
         frozen: &dyn Frozen,
         place: Option<Place>,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let prepared = async {
@@ -122,6 +140,7 @@ impl Inner {
             }
         };
         clock.lap("record");
+        self.announce(&record);
         let made = async {
             let place = match place {
                 Some(place) => place,
@@ -132,18 +151,28 @@ impl Inner {
             self.thaw(frozen, place, who, ticket, clock).await
         };
         match made.await {
-            Ok(live) => self.come_up(record, live, clock).await,
+            Ok(live) => self.come_up(record, live, once, clock).await,
             Err(error) => {
-                self.forget(&[record]).await;
+                self.forget(&[record], &error).await;
                 Err(error)
             }
         }
+    }
+
+    /// Lists a sandbox that is being made.
+    pub(super) fn announce(&self, record: &SandboxRecord) {
+        self.list_it(Sandbox::new(record.clone(), None));
+        self.tell(record.id, EventKind::Created, |event| {
+            event.parent_sandbox_id = record.parent_sandbox_id;
+            event.snapshot_id = record.from_snapshot;
+        });
     }
 
     async fn come_up(
         self: &Arc<Self>,
         record: SandboxRecord,
         live: Live,
+        once: Option<&Once>,
         clock: &mut Clock,
     ) -> Result<api::Sandbox> {
         let record = SandboxRecord {
@@ -153,13 +182,16 @@ impl Inner {
             timings: Some(released_timings(clock, None)),
             ..record
         };
-        if let Err(error) = self.records.put(vec![record.clone()]).await {
+        let request = once.map(|once| once.made([record.id]));
+        if let Err(error) = self.records.put_made(vec![record.clone()], request).await {
             self.end_live(record.id, &live).await;
-            self.forget(&[record]).await;
+            self.forget(&[record], &error).await;
             return Err(error);
         }
         clock.lap("record");
-        super::log_done(record.origin.as_str(), &record.id.to_string(), &clock.timings());
+        let timings = clock.timings();
+        self.done(record.origin.as_str(), &record.id.to_string(), &timings);
+        self.tell(record.id, EventKind::Running, |event| event.ms = Some(timings.total_ms));
         Ok(self.adopt_live(record, live).view())
     }
 
@@ -174,11 +206,12 @@ impl Inner {
 
     /// Wakes a hibernated sandbox; call with its verb held. On error it stays hibernated.
     pub(super) async fn wake_locked(self: &Arc<Self>, sandbox: &Arc<Sandbox>) -> Result<()> {
+        let _armed = arm("wake");
         let mut clock = Clock::start();
         let record = sandbox.record();
         let ticket = self.admission.admit(record.shape, 1)?.pop();
         let ticket = ticket.ok_or_else(|| Error::NoRoom("insufficient host memory for sandbox".into()))?;
-        self.check_free(RESTORE_DISK_BYTES)?;
+        let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
         let source = self.store.hibernated(record.id, record.generation);
         let frozen = self.load(&source).await?;
         let generation = self.records.generation().await?;
@@ -199,7 +232,9 @@ impl Inner {
             return Err(error);
         }
         self.store.remove_or_log(source).await;
-        super::log_done("wake", &woken.id.to_string(), &clock.timings());
+        let timings = clock.timings();
+        self.done("wake", &woken.id.to_string(), &timings);
+        self.tell(woken.id, EventKind::Woken, |event| event.ms = Some(timings.total_ms));
         let live = Arc::new(live);
         sandbox.set_live(Some(Arc::clone(&live)), |record| *record = woken);
         self.watch(Arc::clone(sandbox), live);
@@ -211,6 +246,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Pause)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("pause");
             let mut clock = Clock::start();
             // In the order of a freeze, so that a paused machine can be copied like a frozen one.
             live.guest.flush().await?;
@@ -224,7 +260,8 @@ impl Inner {
             clock.lap("park");
             self.settle(&sandbox, Status::Paused).await?;
             clock.lap("record");
-            super::log_done("pause", &id.to_string(), &clock.timings());
+            self.done("pause", &id.to_string(), &clock.timings());
+            self.tell(id, EventKind::Paused, |_| {});
         }
         Ok(sandbox.view())
     }
@@ -234,6 +271,7 @@ impl Inner {
         let _verb = sandbox.verb.lock().await;
         if sandbox.decide(Verb::Resume)? == Decision::Go {
             let live = self.machine_of(&sandbox)?;
+            let _armed = arm("resume");
             let mut clock = Clock::start();
             live.machine
                 .resume()
@@ -244,7 +282,8 @@ impl Inner {
             clock.lap("thaw_user");
             self.settle(&sandbox, Status::Running).await?;
             clock.lap("record");
-            super::log_done("resume", &id.to_string(), &clock.timings());
+            self.done("resume", &id.to_string(), &clock.timings());
+            self.tell(id, EventKind::Resumed, |_| {});
         }
         Ok(sandbox.view())
     }
@@ -267,6 +306,7 @@ impl Inner {
     /// Deletes a sandbox that is `stopping` and was `before` until then; call with its verb held. On error it
     /// is as before.
     pub(super) async fn delete_claimed(&self, sandbox: &Sandbox, before: Status) -> Result<()> {
+        let _armed = arm("delete");
         let mut clock = Clock::start();
         let record = sandbox.record();
         // Removed from the records first: a crash from here on finishes the removal at the next start.
@@ -284,7 +324,8 @@ impl Inner {
         self.store.remove_or_log(self.store.hibernated(record.id, record.generation)).await;
         self.unlist(record.id);
         clock.lap("stop");
-        super::log_done("delete", &record.id.to_string(), &clock.timings());
+        self.done("delete", &record.id.to_string(), &clock.timings());
+        self.tell(record.id, EventKind::Deleted, |_| {});
         Ok(())
     }
 
@@ -312,6 +353,7 @@ impl Inner {
     }
 
     pub(super) async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        let _armed = arm("delete_snapshot");
         self.snapshot_record(id).await?;
         self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
         let dir = self.store.snapshot(id);
@@ -324,8 +366,23 @@ impl Inner {
         record.ok_or_else(|| Error::NotFound(format!("no snapshot {id}")))
     }
 
+    /// Opens what a user of this node froze.
     pub(super) async fn load(&self, dir: &std::path::Path) -> Result<Arc<dyn Frozen>> {
-        self.engine.load(dir).await.map_err(|error| engine_error("the snapshot cannot be loaded", error))
+        self.load_for(dir, Sharing::Workspace).await
+    }
+
+    /// Opens a frozen machine whose memory may be shared in this scope, and in none wider than the node's.
+    pub(super) async fn load_for(&self, dir: &std::path::Path, sharing: Sharing) -> Result<Arc<dyn Frozen>> {
+        let scope = match (self.config.sharing, sharing) {
+            (Sharing::None, _) | (_, Sharing::None) => SharingScope::None,
+            (Sharing::Node, Sharing::Node) => SharingScope::Node,
+            // A node has one workspace.
+            _ => SharingScope::Workspace("default".into()),
+        };
+        self.engine
+            .load(dir, scope)
+            .await
+            .map_err(|error| engine_error("the snapshot cannot be loaded", error))
     }
 
     fn machine_of(&self, sandbox: &Sandbox) -> Result<Arc<Live>> {

@@ -6,11 +6,21 @@
         parent.exec("python3 -c 'build_something_expensive()'")
         children = parent.fork(count=4)
 
+:class:`AsyncSandbox` is the same for asyncio: it needs the extra ``keiki[async]``.
+
 ``KEIKI_URL`` (default ``http://127.0.0.1:7777``) names the node and ``KEIKI_API_KEY`` the key; a
 :class:`Client` of one's own overrides both. Nothing but the standard library is needed.
 """
 
+from ._async.client import AsyncClient, default_async_client
+from ._async.command import AsyncCommand
+from ._async.filesystem import AsyncFilesystem
+from ._async.sandbox import AsyncSandbox
+from ._async.snapshot import AsyncSnapshot
+from ._async.stream import AsyncStream
+from ._version import __version__
 from .client import Client, default_client
+from .command import Command
 from .errors import (
     AuthError,
     BadRequestError,
@@ -19,6 +29,7 @@ from .errors import (
     ConflictError,
     ConnectionError,
     ExecInterrupted,
+    IdempotencyError,
     KeikiError,
     NotFoundError,
     SandboxTimeout,
@@ -26,17 +37,32 @@ from .errors import (
     TimeoutError_,
 )
 from .filesystem import Filesystem
-from .models import ExecEvent, ExecResult, FileEntry, Lifecycle, MemoryUse, Step, Timings
+from .models import (
+    ExecEvent,
+    ExecResult,
+    FileEntry,
+    Lifecycle,
+    MemoryUse,
+    SandboxEvent,
+    Step,
+    Timings,
+)
 from .sandbox import Sandbox
 from .snapshot import Snapshot
-
-__version__ = "0.1.0"
+from .stream import Stream
 
 __all__ = [
+    "AsyncClient",
+    "AsyncCommand",
+    "AsyncFilesystem",
+    "AsyncSandbox",
+    "AsyncSnapshot",
+    "AsyncStream",
     "AuthError",
     "BadRequestError",
     "CapacityError",
     "Client",
+    "Command",
     "CommandFailed",
     "ConflictError",
     "ConnectionError",
@@ -45,16 +71,21 @@ __all__ = [
     "ExecResult",
     "FileEntry",
     "Filesystem",
+    "IdempotencyError",
     "KeikiError",
     "Lifecycle",
     "MemoryUse",
     "NotFoundError",
     "Sandbox",
+    "SandboxEvent",
     "SandboxTimeout",
     "ServerError",
     "Snapshot",
     "Step",
+    "Stream",
     "TimeoutError_",
     "Timings",
+    "__version__",
+    "default_async_client",
     "default_client",
 ]

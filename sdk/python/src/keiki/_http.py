@@ -1,4 +1,4 @@
-"""HTTP to one node: kept-alive connections, and no request ever sent twice that could act twice.
+"""HTTP to one node, blocking: kept-alive connections, and no request ever sent twice that could act twice.
 
 A kept-alive connection may be closed by the node at any time. Before one is used again it is looked at: one
 that has something to read has ended. What is left is the short race in which the node closes while the
@@ -9,18 +9,19 @@ request is on its way; then only GET and HEAD are sent again, everything else ra
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import select
 import socket
 import ssl
 import threading
-import urllib.parse
+import time
 from types import TracebackType
-from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Tuple, Type, Union
+from typing import BinaryIO, Iterator, List, Mapping, Tuple, Type, TypeVar, Union
 
 from . import errors
+from ._wire import address
 
+T = TypeVar("T")
 Body = Union[None, bytes, BinaryIO]
 
 #: Kept-alive connections at rest.
@@ -86,17 +87,9 @@ class Transport:
     """Connections to one base URL. Safe to share between threads; starts anew after ``os.fork``."""
 
     def __init__(self, url: str) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"not an http or https URL: {url!r}, expected one like http://127.0.0.1:7777")
-        try:
-            port = parts.port
-        except ValueError:
-            raise ValueError(f"the port of {url!r} is not a number from 0 to 65535") from None
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, port
-        prefix = parts.path.rstrip("/")
-        self._prefix = prefix if prefix.endswith("/v1") else prefix + "/v1"
+        at = address(url)
+        self._tls = ssl.create_default_context() if at.tls else None
+        self._host, self._port, self._prefix = at.host, at.port, at.prefix
         self._idle: List[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -195,11 +188,14 @@ class Transport:
         connection.close()
 
 
-def json_body(value: Mapping[str, Any] | None) -> Tuple[bytes | None, Dict[str, str]]:
-    """Body and headers of a JSON request; no body for None."""
-    if value is None:
-        return None, {}
-    return json.dumps(value).encode(), {"Content-Type": "application/json"}
+def sleep(seconds: float) -> None:
+    """Waits."""
+    time.sleep(seconds)
+
+
+def settle(answer: T) -> T:
+    """What a callback came to; its twin waits for callbacks that are coroutines."""
+    return answer
 
 
 def _rests(sock: socket.socket | None) -> bool:

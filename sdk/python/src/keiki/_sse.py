@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterable, Iterator, List
+from typing import Iterator, List
 
 
 @dataclass(frozen=True)
@@ -12,42 +12,51 @@ class Event:
 
     name: str
     data: str
+    #: What a client that lost the stream sends back; the last one that came holds.
+    id: str = ""
 
 
-def events(chunks: Iterable[bytes]) -> Iterator[Event]:
+class Decoder:
     """Cuts a byte stream into events.
 
     Lines end with LF, CRLF or CR only: text may hold other characters that Python's ``splitlines`` would
     split at. An event that the end of the stream cuts off is dropped, as the format demands.
     """
-    name, data = "", []  # type: str, List[str]
-    for line in _lines(chunks):
-        if not line:
-            if data:
-                yield Event(name or "message", "\n".join(data))
-            name, data = "", []
-            continue
-        field, _, value = line.decode("utf-8", "replace").partition(":")
-        if value.startswith(" "):
-            value = value[1:]
-        if field == "event":
-            name = value
-        elif field == "data":
-            data.append(value)
 
+    def __init__(self) -> None:
+        self._name = self._id = ""
+        self._data: List[str] = []
+        self._pending: List[bytes] = []
+        self._skip_lf = False
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    pending: List[bytes] = []
-    skip_lf = False
-    for chunk in chunks:
-        if skip_lf and chunk.startswith(b"\n"):
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """The events that this chunk completes."""
+        for line in self._lines(chunk):
+            if not line:
+                if self._data:
+                    yield Event(self._name or "message", "\n".join(self._data), self._id)
+                self._name, self._data = "", []
+                continue
+            field, _, value = line.decode("utf-8", "replace").partition(":")
+            if value.startswith(" "):
+                value = value[1:]
+            if field == "event":
+                self._name = value
+            elif field == "id":
+                self._id = value
+            elif field == "data":
+                self._data.append(value)
+
+    def _lines(self, chunk: bytes) -> Iterator[bytes]:
+        if self._skip_lf and chunk.startswith(b"\n"):
             chunk = chunk[1:]
+            self._skip_lf = False
         if chunk:
-            skip_lf = chunk.endswith(b"\r")
+            self._skip_lf = chunk.endswith(b"\r")
         # bytes.splitlines knows LF, CR and CRLF only.
         for line in chunk.splitlines(keepends=True):
             body = line.rstrip(b"\r\n")
-            pending.append(body)
+            self._pending.append(body)
             if len(body) != len(line):
-                yield b"".join(pending)
-                pending = []
+                yield b"".join(self._pending)
+                self._pending = []

@@ -1,30 +1,30 @@
-"""The client: where the node is, with which key, and how its refusals become exceptions."""
+# Made of _async/client.py by unasync.py: change that, and run it.
+"""The client: where the node is, with which key, and what is sent again."""
 
 from __future__ import annotations
 
-import email.utils
-import json
 import os
 import random
 import threading
 import time
-import urllib.parse
-from typing import Any, Dict, Mapping, Tuple
+import uuid
+from types import TracebackType
+from typing import Any, Generator, Dict, List, Mapping, Tuple, Type
 
-from . import errors
-from ._http import Body, Response, Transport, json_body
-
-DEFAULT_URL = "http://127.0.0.1:7777"
-#: Makers of machines may take long on a busy node.
-MAKING_TIMEOUT = 180.0
+from . import _sse, _wire, errors
+from ._http import Body, Response, Transport, sleep
+from .models import SandboxEvent, items
+from .stream import Stream
 
 
 class Client:
     """A node and the key to it. Safe to share between threads.
 
     ``timeout``: seconds to wait for an answer (None: for ever). Commands wait as long as they may run.
-    ``capacity_retry_seconds``: how long create, restore and fork try again while the node answers
+    ``capacity_retry_seconds``: how long create, restore, fork and snapshot try again while the node answers
     429 or 503 with ``Retry-After``, which promises that nothing was made; 0: never.
+    ``connection_retries``: how often they are sent again where the connection broke and nobody knows whether
+    something was made. They carry an ``Idempotency-Key``, so the node carries them out once.
     """
 
     def __init__(
@@ -34,25 +34,71 @@ class Client:
         timeout: float | None = 60.0,
         *,
         capacity_retry_seconds: float = 60.0,
+        connection_retries: int = 2,
     ) -> None:
         if not 0 <= capacity_retry_seconds < float("inf"):
             raise ValueError("capacity_retry_seconds must be a finite number of at least 0")
-        self.url = (url or os.environ.get("KEIKI_URL") or DEFAULT_URL).rstrip("/")
+        if connection_retries < 0:
+            raise ValueError("connection_retries must be at least 0")
+        self.url = _wire.node_url(url)
         self.timeout = timeout
         self.capacity_retry_seconds = capacity_retry_seconds
-        self._key = os.environ.get("KEIKI_API_KEY", "") if api_key is None else api_key
-        if not self._key.isascii() or any(char in self._key for char in "\r\n"):
-            raise ValueError("the API key must be one line of ASCII")
+        self.connection_retries = connection_retries
+        self._key = _wire.api_key(api_key)
         self._transport = Transport(self.url)
 
     def close(self) -> None:
         """Ends the kept-alive connections."""
         self._transport.close()
 
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: Type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def version(self) -> Dict[str, Any]:
         """Version and engine of the node."""
         answer = self.call("GET", "/version")
         return dict(answer) if isinstance(answer, Mapping) else {}
+
+    def events(
+        self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None
+    ) -> List[SandboxEvent]:
+        """What happened on the node, or to one sandbox, oldest first: the last of it, or what followed the
+        event number ``since``; at most ``limit`` (default 200)."""
+        query = _wire.present({"since": _word(since), "limit": _word(limit)})
+        answer = self.call("GET", _events_path(sandbox_id), query=query)
+        return [SandboxEvent.parse(event) for event in items(answer, "items")]
+
+    def events_stream(
+        self, *, sandbox_id: str | None = None, since: int | None = None
+    ) -> Stream[SandboxEvent]:
+        """The same, and then what happens, as it happens. Goes on where it was if the connection breaks. The
+        events of one sandbox end with its deletion."""
+        return Stream(self._follow(_events_path(sandbox_id), since))
+
+    def _follow(self, path: str, since: int | None) -> Generator[SandboxEvent, None, None]:
+        broken = 0
+        while True:
+            query = _wire.present({"since": _word(since), "follow": "true"})
+            headers = {"Accept": "text/event-stream"}
+            try:
+                with self.open("GET", path, query=query, headers=headers) as response:
+                    for event in sse(response):
+                        data = _wire.decode(event.data.encode(), response.status, response.request_id)
+                        if isinstance(data, Mapping):
+                            happened = SandboxEvent.parse(data)
+                            broken, since = 0, happened.seq
+                            yield happened
+                return
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+            sleep(backoff(broken))
 
     def call(
         self,
@@ -61,24 +107,48 @@ class Client:
         *,
         query: Mapping[str, str] | None = None,
         json: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         making: bool = False,
     ) -> Any:
         """One JSON request to ``/v1``; returns the decoded answer, None for an empty one.
 
-        ``making``: the request makes machines; gets more time. No capacity retry, see :meth:`make`.
+        ``making``: the request makes or moves machines; gets more time. Sent once, see :meth:`make`.
         """
-        body, headers = json_body(json)
+        body, type_headers = _wire.json_body(json)
         timeout = self._making_timeout() if making else self.timeout
-        with self.open(method, path, query=query, headers=headers, body=body, timeout=timeout) as response:
-            return _decode(response)
+        every = {**type_headers, **(headers or {})}
+        with self.open(
+            method, path, query=query, headers=every, body=body, timeout=timeout
+        ) as response:
+            return _wire.decode(response.read(), response.status, response.request_id)
 
-    def make(self, path: str, json: Mapping[str, Any] | None) -> Any:
-        """POST that makes sandboxes, tried again while the node says "later, and nothing was made"."""
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One request with this body; returns the decoded answer, None for an empty one."""
+        with self.open(
+            method, path, query=query, headers=headers, body=body, timeout=self.timeout
+        ) as response:
+            return _wire.decode(response.read(), response.status, response.request_id)
+
+    def make(
+        self, path: str, json: Mapping[str, Any] | None, *, idempotency_key: str | None = None
+    ) -> Any:
+        """POST that makes something, sent again while the node says "later, and nothing was made", and where
+        the connection broke. All have one name, so that it is carried out once; without ``idempotency_key``
+        that is a new one."""
+        headers = {"Idempotency-Key": uuid.uuid4().hex if idempotency_key is None else idempotency_key}
         deadline = time.monotonic() + self.capacity_retry_seconds
-        attempt = 0
+        refused = broken = 0
         while True:
             try:
-                return self.call("POST", path, json=json, making=True)
+                return self.call("POST", path, json=json, headers=headers, making=True)
             except errors.CapacityError as error:
                 if error.status not in (429, 503) or error.retry_after is None:
                     raise
@@ -86,9 +156,14 @@ class Client:
                 if error.retry_after > left or left <= 0:
                     raise
                 # Spread the crowd that was refused together.
-                wait = error.retry_after + random.uniform(0, min(2.0**attempt, 15.0))
-                time.sleep(min(wait, left))
-                attempt += 1
+                wait = min(error.retry_after + random.uniform(0, min(2.0**refused, 15.0)), left)
+                refused += 1
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+                wait = backoff(broken)
+            sleep(wait)
 
     def open(
         self,
@@ -105,20 +180,37 @@ class Client:
 
         ``command``: a 504 means that the command, not the node, took too long.
         """
-        if query:
-            path += "?" + urllib.parse.urlencode(query)
-        every = {"Accept": "application/json", "User-Agent": "keiki-python/0.1.0"}
-        if self._key:
-            every["Authorization"] = f"Bearer {self._key}"
-        every.update(headers or {})
-        response = self._transport.send(method, path, every, body, timeout)
+        every = {**_wire.common_headers(self._key), **(headers or {})}
+        response = self._transport.send(method, _wire.with_query(path, query), every, body, timeout)
         if 200 <= response.status < 300:
             return response
         with response:
-            raise _refusal(response, command)
+            said = response.read()
+        raise _wire.refusal(response.status, response.request_id, response.retry_after, said, command)
 
     def _making_timeout(self) -> float | None:
-        return None if self.timeout is None else max(self.timeout, MAKING_TIMEOUT)
+        return None if self.timeout is None else max(self.timeout, _wire.MAKING_TIMEOUT)
+
+
+def sse(response: Response) -> Generator[_sse.Event, None, None]:
+    """The server-sent events of an answer."""
+    decoder = _sse.Decoder()
+    for chunk in response.chunks():
+        for event in decoder.feed(chunk):
+            yield event
+
+
+def backoff(failures: int) -> float:
+    """How long to wait after so many broken connections."""
+    return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
+
+
+def _word(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _events_path(sandbox_id: str | None) -> str:
+    return "/events" if sandbox_id is None else f"/sandboxes/{_wire.segment(sandbox_id)}/events"
 
 
 def default_client() -> Client:
@@ -133,67 +225,3 @@ def default_client() -> Client:
 
 _defaults: Dict[Tuple[str, str], Client] = {}
 _defaults_lock = threading.Lock()
-
-
-def segment(text: str) -> str:
-    """An id as part of a path."""
-    if not text or text in (".", ".."):
-        raise ValueError(f"not an id: {text!r}")
-    return urllib.parse.quote(text, safe="")
-
-
-def _decode(response: Response) -> Any:
-    body = response.read()
-    if not body:
-        return None
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise errors.ServerError(
-            "the answer is not JSON", status=response.status, request_id=response.request_id
-        ) from error
-
-
-def _refusal(response: Response, command: bool) -> errors.KeikiError:
-    """The exception for a status that is no success."""
-    status, request_id = response.status, response.request_id
-    text = response.read().decode("utf-8", "replace")
-    sentence = _sentence(text)
-    message = sentence or text.strip()[:2000] or f"the node answered HTTP {status}"
-    if status in (429, 503, 507):
-        # Only the node's own words promise that nothing was made; a proxy's 503 does not.
-        hint = _seconds(response.retry_after) if sentence else None
-        return errors.CapacityError(message, retry_after=hint, status=status, request_id=request_id)
-    kind = errors.BadRequestError if status < 500 else errors.ServerError  # type: type[errors.KeikiError]
-    if status in (401, 403):
-        kind = errors.AuthError
-    elif status == 404:
-        kind = errors.NotFoundError
-    elif status == 409:
-        kind = errors.ConflictError
-    elif status == 504:
-        kind = errors.SandboxTimeout if command else errors.TimeoutError_
-    return kind(message, status=status, request_id=request_id)
-
-
-def _sentence(body: str) -> str:
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return ""
-    error = data.get("error") if isinstance(data, dict) else None
-    return error.strip() if isinstance(error, str) else ""
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """``Retry-After``: a number of seconds or a date."""
-    if retry_after is None:
-        return None
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (TypeError, ValueError, IndexError, OverflowError):
-            return None
-    return max(seconds, 0.0) if seconds < float("inf") else None

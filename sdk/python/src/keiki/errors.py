@@ -28,6 +28,10 @@ class BadRequestError(KeikiError):
     """The request is wrong; the message names the field (other 4xx)."""
 
 
+class IdempotencyError(BadRequestError):
+    """The ``idempotency_key`` was used for another request (422)."""
+
+
 class ConflictError(KeikiError):
     """The state of the sandbox does not allow it, for example exec in a paused one (409)."""
 

@@ -1,13 +1,16 @@
+# Made of _async/filesystem.py by unasync.py: change that, and run it.
 """Files in a sandbox."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, BinaryIO, Iterator, List, Mapping, Union
+import builtins
+from typing import Any, Generator, BinaryIO, Mapping, Union
 
-from .client import Client, segment
+from ._wire import present, segment
 from .errors import NotFoundError
 from .models import FileEntry, items
+from .client import Client
+from .stream import Stream
 
 Mode = Union[int, str]
 
@@ -21,20 +24,24 @@ class Filesystem:
 
     def read(self, path: str) -> bytes:
         """Contents of a file."""
-        return b"".join(self.read_stream(path))
+        return b"".join([chunk for chunk in self.read_stream(path)])
 
     def read_text(self, path: str, encoding: str = "utf-8") -> str:
         """Contents of a text file."""
-        return self.read(path).decode(encoding)
+        return (self.read(path)).decode(encoding)
 
-    def read_stream(self, path: str) -> Iterator[bytes]:
+    def read_stream(self, path: str) -> Stream[bytes]:
         """Contents of a file of any size, as they arrive. Raises if the file is cut off on its way."""
+        return Stream(self._chunks(path))
+
+    def _chunks(self, path: str) -> Generator[bytes, None, None]:
         client = self._client
         headers = {"Accept": "application/octet-stream"}
         with client.open(
             "GET", self._base, query={"path": path}, headers=headers, timeout=client.timeout
         ) as response:
-            yield from response.chunks()
+            for chunk in response.chunks():
+                yield chunk
 
     def write(self, path: str, data: bytes | str | BinaryIO, *, mode: Mode | None = None) -> int:
         """Writes a whole file and returns its size; missing parents are made.
@@ -42,19 +49,13 @@ class Filesystem:
         Text is written as UTF-8. A binary file object is streamed, whatever its size. The old file stays
         until the new one is whole. ``mode``: permission bits; default those of the old file, or 0644.
         """
-        query = {"path": path}
-        if mode is not None:
-            query["mode"] = _octal(mode)
+        query = present({"path": path, "mode": None if mode is None else _octal(mode)})
         body = data.encode() if isinstance(data, str) else data
         headers = {"Content-Type": "application/octet-stream"}
-        client = self._client
-        with client.open(
-            "PUT", self._base, query=query, headers=headers, body=body, timeout=client.timeout
-        ) as response:
-            answer = _json(response.read())
-        return int(answer.get("bytes") or 0)
+        answer = self._client.send("PUT", self._base, body, query=query, headers=headers)
+        return int(answer.get("bytes") or 0) if isinstance(answer, Mapping) else 0
 
-    def list(self, path: str = "/") -> List[FileEntry]:
+    def list(self, path: str = "/") -> builtins.list[FileEntry]:
         """Entries of a directory, by name."""
         answer = self._client.call("GET", self._base + "/dir", query={"path": path})
         return [FileEntry.parse(entry) for entry in items(answer, "entries")]
@@ -92,8 +93,7 @@ class Filesystem:
         self._change("symlink", path=path, target=target)
 
     def _change(self, verb: str, **change: Any) -> None:
-        body = {name: value for name, value in change.items() if value is not None}
-        self._client.call("POST", f"{self._base}/{verb}", json=body)
+        self._client.call("POST", f"{self._base}/{verb}", json=present(change))
 
 
 def _octal(mode: Mode) -> str:
@@ -101,8 +101,3 @@ def _octal(mode: Mode) -> str:
     if not 0 <= bits <= 0o7777:
         raise ValueError(f"not permission bits: {mode!r}")
     return f"{bits:04o}"
-
-
-def _json(body: bytes) -> Mapping[str, Any]:
-    data = json.loads(body) if body else {}
-    return data if isinstance(data, dict) else {}

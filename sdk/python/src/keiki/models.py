@@ -24,6 +24,12 @@ def number(data: Mapping[str, Any], name: str) -> int:
     return int(data.get(name) or 0)
 
 
+def optional_number(data: Mapping[str, Any], name: str) -> int | None:
+    """A field as an integer; None where it is missing or null."""
+    value = data.get(name)
+    return None if value is None else int(value)
+
+
 def labels(data: Mapping[str, Any]) -> Dict[str, str]:
     """The field ``metadata``."""
     return {str(key): str(value) for key, value in (data.get("metadata") or {}).items()}
@@ -199,6 +205,47 @@ class ExecEvent:
     #: Only of ``exit``.
     exit_code: int = 0
     duration_ms: int | None = None
+    #: Where in its stream the piece begins; only of :meth:`Command.stream`.
+    offset: int | None = None
+
+
+@dataclass(frozen=True)
+class SandboxEvent:
+    """Something that happened to a sandbox."""
+
+    #: Its number on the node: only grows, with gaps.
+    seq: int
+    at: str
+    sandbox_id: str
+    #: created, running, paused, resumed, frozen, forked, snapshotted, hibernated, woken, expired, deleted or
+    #: failed; newer nodes may have more.
+    kind: str
+    #: ``failed``: why.
+    reason: str | None
+    #: How long it took; ``frozen``: how long its vCPUs stood still.
+    ms: float | None
+    #: ``created``: the sandbox it was forked from.
+    parent_sandbox_id: str | None
+    #: ``created``: restored from it. ``snapshotted``: the new one.
+    snapshot_id: str | None
+    #: ``forked``: who.
+    children: Tuple[str, ...]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> SandboxEvent:
+        """From the wire."""
+        ms = data.get("ms")
+        return cls(
+            seq=number(data, "seq"),
+            at=text(data, "at"),
+            sandbox_id=text(data, "sandbox_id"),
+            kind=text(data, "kind"),
+            reason=optional_text(data, "reason"),
+            ms=None if ms is None else float(ms),
+            parent_sandbox_id=optional_text(data, "parent_sandbox_id"),
+            snapshot_id=optional_text(data, "snapshot_id"),
+            children=tuple(str(child) for child in data.get("children") or []),
+        )
 
 
 def items(data: object, *names: str) -> List[Mapping[str, Any]]:

@@ -1,47 +1,36 @@
+# Made of _async/sandbox.py by unasync.py: change that, and run it.
 """Sandboxes: running, paused or hibernated Linux machines."""
 
 from __future__ import annotations
 
-import base64
+import builtins
 import contextlib
-import json
 import time
 from types import TracebackType
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Generator,
-    Iterator,
-    List,
-    Mapping,
-    Sequence,
-    Type,
-    overload,
-)
+from typing import Any, Generator, Callable, Dict, Mapping, Sequence, Type, overload
 
-from . import _sse, errors
-from .client import Client, default_client, segment
-from .filesystem import Filesystem
+from . import errors
+from ._exec import Kept, checked, exec_event, exec_request, log_line, patience
+from ._http import settle
+from ._wire import decode, json_body, present, segment
 from .models import (
     ExecEvent,
     ExecResult,
     Lifecycle,
     MemoryUse,
+    SandboxEvent,
     Timings,
     items,
     labels,
     number,
     optional_text,
     text,
-    unbase64,
 )
+from .client import Client, default_client, sse
+from .command import Command
+from .filesystem import Filesystem
 from .snapshot import Snapshot
-
-#: What a streamed exec keeps of each stream for its result; callbacks get everything.
-KEEP_BYTES = 16 * 1024 * 1024
-#: How much longer than a command's own timeout its answer may take.
-ANSWER_SLACK = 30.0
+from .stream import Stream
 
 
 class Sandbox:
@@ -82,6 +71,8 @@ class Sandbox:
         self.generation: int = number(data, "generation")
         self.engine: str = text(data, "engine")
         self.memory: MemoryUse | None = MemoryUse.parse(data.get("memory"))
+        #: CPU time of its machine, in ms; only where memory is shown too.
+        self.cpu_ms: int | None = None if data.get("cpu_ms") is None else number(data, "cpu_ms")
         self.timings: Timings | None = Timings.parse(data.get("timings"))
         #: Why it failed.
         self.error: str | None = optional_text(data, "error")
@@ -98,11 +89,14 @@ class Sandbox:
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
         client: Client | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox:
         """A new sandbox from a template (default: the node's, ``base``) or a snapshot.
 
         ``ttl_seconds``: idle seconds it may live (default: the node's, 3600). ``persistent``: hibernate
-        then, instead of ending. Waits while the node says that it has no capacity yet, see :class:`Client`.
+        then, instead of ending. Waits while the node says that it has no capacity yet, and asks again where
+        the connection broke, see :class:`Client`. ``idempotency_key``: a name of this request; whoever
+        sends it again, also from another process, gets the same sandbox.
         """
         client = client or default_client()
         request: Dict[str, Any] = {
@@ -112,13 +106,15 @@ class Sandbox:
             "persistent": True if persistent else None,
             "metadata": dict(metadata) if metadata else None,
         }
-        return cls(client.make("/sandboxes", _present(request)), client)
+        made = client.make("/sandboxes", present(request), idempotency_key=idempotency_key)
+        return cls(made, client)
 
     @classmethod
-    def list(cls, *, client: Client | None = None) -> List[Sandbox]:
+    def list(cls, *, client: Client | None = None) -> builtins.list[Sandbox]:
         """All sandboxes, newest first."""
         client = client or default_client()
-        return [cls(data, client) for data in items(client.call("GET", "/sandboxes"), "items")]
+        answer = client.call("GET", "/sandboxes")
+        return [cls(data, client) for data in items(answer, "items")]
 
     @classmethod
     def get(cls, id: str, *, client: Client | None = None) -> Sandbox:
@@ -155,20 +151,12 @@ class Sandbox:
         Raises :class:`SandboxTimeout` when ``timeout_seconds`` are over: every process of the command is
         killed then. ``check``: raises :class:`CommandFailed` for an exit code other than 0.
         """
-        request = _exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
+        request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         if on_stdout is None and on_stderr is None:
             result = self._exec_buffered(request, timeout_seconds)
         else:
             result = self._exec_streamed(request, timeout_seconds, on_stdout, on_stderr)
-        if check and result.exit_code != 0:
-            tail = result.stderr.strip()[-500:]
-            raise errors.CommandFailed(
-                f"the command ended with exit code {result.exit_code}" + (f": {tail}" if tail else ""),
-                exit_code=result.exit_code,
-                stdout=result.stdout,
-                stderr=result.stderr,
-            )
-        return result
+        return checked(result) if check else result
 
     def exec_stream(
         self,
@@ -179,18 +167,47 @@ class Sandbox:
         cwd: str | None = None,
         user: str | None = None,
         stdin: None | str | bytes = None,
-    ) -> Iterator[ExecEvent]:
+    ) -> Stream[ExecEvent]:
         """Runs a command and yields its output as it comes, then its exit. Closing the iterator early ends
         the command."""
-        return self._events(_exec_request(cmd, timeout_seconds, env, cwd, user, stdin), timeout_seconds)
+        request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
+        return Stream(self._events(request, timeout_seconds))
+
+    def start(
+        self,
+        cmd: str | Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: None | str | bytes = None,
+        stdin_open: bool = False,
+    ) -> Command:
+        """Starts a command that goes on without its caller. ``stdin_open``: more input comes by
+        :meth:`Command.write`. A background command is no activity: the TTL goes on."""
+        request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
+        request.update(present({"stdin_open": stdin_open or None}))
+        return Command(
+            self._client.call("POST", self._path + "/execs", json=request), self._client, self.id
+        )
+
+    def commands(self) -> builtins.list[Command]:
+        """The commands that the guest knows, running and ended, oldest first."""
+        answer = self._client.call("GET", self._path + "/execs")
+        return [Command(data, self._client, self.id) for data in items(answer, "items")]
+
+    def command(self, id: str) -> Command:
+        """The command with this id: its own copy, if this sandbox was forked while it was known."""
+        data = self._client.call("GET", f"{self._path}/execs/{segment(id)}")
+        return Command(data, self._client, self.id)
 
     def _exec_buffered(self, request: Mapping[str, Any], limit: float | None) -> ExecResult:
-        body = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json"}
+        body, headers = json_body(request)
         with self._client.open(
-            "POST", self._path + "/exec", headers=headers, body=body, timeout=_patience(limit), command=True
+            "POST", self._path + "/exec", headers=headers, body=body, timeout=patience(limit), command=True
         ) as response:
-            return ExecResult.parse(json.loads(response.read()))
+            return ExecResult.parse(decode(response.read(), response.status, response.request_id) or {})
 
     def _exec_streamed(
         self,
@@ -199,53 +216,46 @@ class Sandbox:
         on_stdout: Callable[[str], object] | None,
         on_stderr: Callable[[str], object] | None,
     ) -> ExecResult:
-        kept = {"stdout": _Kept(), "stderr": _Kept()}
+        kept = Kept()
         callbacks = {"stdout": on_stdout, "stderr": on_stderr}
         started = time.monotonic()
         end: ExecEvent | None = None
-        events = self._events(request, limit)
+        pieces = self._events(request, limit)
         try:
-            for event in events:
+            for event in pieces:
                 if event.kind == "exit":
                     end = event
                     continue
-                kept[event.kind].add(event)
+                kept.add(event)
                 callback = callbacks[event.kind]
                 if callback is not None:
-                    callback(event.text)
+                    settle(callback(event.text))
         except (errors.SandboxTimeout, errors.ExecInterrupted) as error:
-            error.stdout, error.stderr = kept["stdout"].text(), kept["stderr"].text()
+            error.stdout, error.stderr = kept.stdout.text(), kept.stderr.text()
             raise
         finally:
-            events.close()
+            pieces.close()
         if end is None:
             raise errors.ExecInterrupted("the output ended before the exit code came")
-        took = end.duration_ms
-        return ExecResult(
-            stdout=kept["stdout"].text(),
-            stderr=kept["stderr"].text(),
-            exit_code=end.exit_code,
-            duration_ms=round((time.monotonic() - started) * 1000) if took is None else took,
-            truncated=kept["stdout"].truncated or kept["stderr"].truncated,
-            stdout_bytes=kept["stdout"].data(),
-            stderr_bytes=kept["stderr"].data(),
-        )
+        return kept.result(end, (time.monotonic() - started) * 1000)
 
-    def _events(self, request: Mapping[str, Any], limit: float | None) -> Generator[ExecEvent, None, None]:
+    def _events(
+        self, request: Mapping[str, Any], limit: float | None
+    ) -> Generator[ExecEvent, None, None]:
         """The events of a streamed exec, ended by ``exit``."""
-        body = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        body, headers = json_body(request)
+        headers["Accept"] = "text/event-stream"
         with self._client.open(
             "POST",
             self._path + "/exec/stream",
             headers=headers,
             body=body,
-            timeout=_patience(limit),
+            timeout=patience(limit),
             command=True,
         ) as response:
             try:
-                for event in _sse.events(response.chunks()):
-                    parsed = _exec_event(event)
+                for event in sse(response):
+                    parsed = exec_event(event)
                     if parsed is None:
                         continue
                     yield parsed
@@ -261,13 +271,22 @@ class Sandbox:
 
     @overload
     def fork(
-        self, *, metadata: Mapping[str, str] | None = None, ttl_seconds: int | None = None
+        self,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        ttl_seconds: int | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox: ...
 
     @overload
     def fork(
-        self, count: int, *, metadata: Mapping[str, str] | None = None, ttl_seconds: int | None = None
-    ) -> List[Sandbox]: ...
+        self,
+        count: int,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        ttl_seconds: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> builtins.list[Sandbox]: ...
 
     def fork(
         self,
@@ -275,7 +294,8 @@ class Sandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
-    ) -> Sandbox | List[Sandbox]:
+        idempotency_key: str | None = None,
+    ) -> Sandbox | builtins.list[Sandbox]:
         """Branches new sandboxes off this running one, memory and disk copy-on-write; this one goes on.
 
         Without ``count`` one sandbox, with it a list, all of the same instant: either all or none are
@@ -286,15 +306,18 @@ class Sandbox:
             "metadata": None if metadata is None else dict(metadata),
             "ttl_seconds": ttl_seconds,
         }
-        answer = self._client.make(self._path + "/fork", _present(request) or None)
+        path = self._path + "/fork"
+        answer = self._client.make(path, present(request) or None, idempotency_key=idempotency_key)
         children = [Sandbox(child, self._client) for child in items(answer, "children")]
         if len(children) != (1 if count is None else count):
             raise errors.ServerError(f"the node answered with {len(children)} children")
         return children[0] if count is None else children
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, idempotency_key: str | None = None) -> Snapshot:
         """Keeps this instant of the machine; the machine goes on."""
-        return Snapshot(self._client.call("POST", self._path + "/snapshots", making=True), self._client)
+        path = self._path + "/snapshots"
+        answer = self._client.make(path, None, idempotency_key=idempotency_key)
+        return Snapshot(answer, self._client)
 
     # Life
 
@@ -335,8 +358,33 @@ class Sandbox:
         """What the machine wrote to its console, the last part of it."""
         query = {"stream": "both", "follow": "false"}
         client = self._client
-        with client.open("GET", self._path + "/logs", query=query, timeout=client.timeout) as response:
-            return response.read().decode("utf-8", "replace")
+        with client.open(
+            "GET", self._path + "/logs", query=query, timeout=client.timeout
+        ) as response:
+            return (response.read()).decode("utf-8", "replace")
+
+    def logs_stream(self) -> Stream[str]:
+        """The lines of its console: those that are there, then new ones as they come, until it ends."""
+        return Stream(self._log_lines())
+
+    def _log_lines(self) -> Generator[str, None, None]:
+        query = {"stream": "both", "follow": "true"}
+        headers = {"Accept": "text/event-stream"}
+        with self._client.open(
+            "GET", self._path + "/logs", query=query, headers=headers
+        ) as response:
+            for event in sse(response):
+                yield log_line(event)
+
+    def events(
+        self, *, since: int | None = None, limit: int | None = None
+    ) -> builtins.list[SandboxEvent]:
+        """What happened to it, oldest first, see :meth:`Client.events`."""
+        return self._client.events(sandbox_id=self.id, since=since, limit=limit)
+
+    def events_stream(self, *, since: int | None = None) -> Stream[SandboxEvent]:
+        """The same, and then what happens to it until it is deleted."""
+        return self._client.events_stream(sandbox_id=self.id, since=since)
 
     def _verb(self, verb: str) -> None:
         answer = self._client.call("POST", f"{self._path}/{verb}", making=True)
@@ -364,80 +412,3 @@ class Sandbox:
 
     def __repr__(self) -> str:
         return f"Sandbox(id={self.id!r}, template={self.template!r}, status={self.status!r})"
-
-
-class _Kept:
-    """What a streamed exec keeps of one stream."""
-
-    def __init__(self) -> None:
-        self._parts: List[bytes] = []
-        self._size = 0
-        self.truncated = False
-
-    def add(self, event: ExecEvent) -> None:
-        part = event.data[: KEEP_BYTES - self._size]
-        self.truncated = self.truncated or len(part) < len(event.data)
-        self._size += len(part)
-        if part:
-            self._parts.append(part)
-
-    def data(self) -> bytes:
-        return b"".join(self._parts)
-
-    def text(self) -> str:
-        return self.data().decode("utf-8", "replace")
-
-
-def _present(request: Mapping[str, Any]) -> Dict[str, Any]:
-    return {name: value for name, value in request.items() if value is not None}
-
-
-def _exec_request(
-    cmd: str | Sequence[str],
-    timeout_seconds: float | None,
-    env: Mapping[str, str] | None,
-    cwd: str | None,
-    user: str | None,
-    stdin: None | str | bytes,
-) -> Dict[str, Any]:
-    return _present(
-        {
-            "cmd": cmd if isinstance(cmd, str) else None,
-            "argv": None if isinstance(cmd, str) else [str(part) for part in cmd],
-            "timeout_seconds": timeout_seconds,
-            "env": dict(env) if env else None,
-            "cwd": cwd,
-            "user": user,
-            "stdin": stdin if isinstance(stdin, str) else None,
-            "stdin_base64": base64.b64encode(stdin).decode() if isinstance(stdin, bytes) else None,
-        }
-    )
-
-
-def _patience(limit: float | None) -> float | None:
-    """How long to wait for the next sign of a command: a command without a limit may be silent for ever."""
-    return None if limit is None else limit + ANSWER_SLACK
-
-
-def _exec_event(event: _sse.Event) -> ExecEvent | None:
-    """An event of ``/exec/stream``; None for kinds of newer nodes."""
-    try:
-        data = json.loads(event.data)
-    except ValueError:
-        data = {"chunk": event.data}
-    if not isinstance(data, dict):
-        return None
-    if event.name in ("stdout", "stderr"):
-        chunk = text(data, "chunk")
-        exact = unbase64(data.get("base64"))
-        return ExecEvent(event.name, text=chunk, data=chunk.encode() if exact is None else exact)
-    if event.name == "exit":
-        took = data.get("duration_ms")
-        return ExecEvent(
-            "exit", exit_code=number(data, "exit_code"), duration_ms=None if took is None else int(took)
-        )
-    if event.name == "error":
-        message = text(data, "error") or "the command failed without a reason"
-        kind = errors.SandboxTimeout if "timeout" in message.lower() else errors.ServerError
-        raise kind(message)
-    return None

@@ -1,11 +1,14 @@
+# Made of _async/snapshot.py by unasync.py: change that, and run it.
 """Snapshots: a machine at one instant, kept."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping
+import builtins
+from typing import TYPE_CHECKING, Any, Dict, Mapping
 
-from .client import Client, default_client, segment
+from ._wire import segment
 from .models import Timings, items, labels, number, optional_text, text
+from .client import Client, default_client
 
 if TYPE_CHECKING:
     from .sandbox import Sandbox
@@ -33,14 +36,14 @@ class Snapshot:
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
     @classmethod
-    def list(cls, *, sandbox_id: str | None = None, client: Client | None = None) -> List[Snapshot]:
+    def list(
+        cls, *, sandbox_id: str | None = None, client: Client | None = None
+    ) -> builtins.list[Snapshot]:
         """All snapshots, or those of one sandbox, newest first."""
         client = client or default_client()
         query = None if sandbox_id is None else {"sandbox_id": sandbox_id}
-        return [
-            cls(data, client)
-            for data in items(client.call("GET", "/snapshots", query=query), "snapshots", "items")
-        ]
+        answer = client.call("GET", "/snapshots", query=query)
+        return [cls(data, client) for data in items(answer, "snapshots", "items")]
 
     @classmethod
     def get(cls, id: str, *, client: Client | None = None) -> Snapshot:
@@ -54,6 +57,7 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox:
         """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
         from .sandbox import Sandbox
@@ -64,6 +68,7 @@ class Snapshot:
             persistent=persistent,
             metadata=metadata,
             client=self._client,
+            idempotency_key=idempotency_key,
         )
 
     def fork(
@@ -72,9 +77,15 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox:
         """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
-        return self.restore(ttl_seconds=ttl_seconds, persistent=persistent, metadata=metadata)
+        return self.restore(
+            ttl_seconds=ttl_seconds,
+            persistent=persistent,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
 
     def delete(self) -> None:
         """Removes it. Sandboxes restored from it and later snapshots are not touched."""

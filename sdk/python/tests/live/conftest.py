@@ -21,6 +21,8 @@ import keiki
 
 #: For a node to serve, and for a first build of the template under software emulation.
 START_SECONDS, BUILD_SECONDS = 120, 900
+#: Its network.
+SLOTS = os.environ.get("KEIKI_SLOT_RANGE", "10.221.0.0/20")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,7 +41,7 @@ def node() -> Iterator[None]:
     keys.write_text(key + "\n")
     keys.chmod(0o600)
     command = [program, "node", "--data-dir", data / "node", "--run-dir", run / "run", "--port-file", port]
-    command += ["--listen", "127.0.0.1:0", "--api-key-file", keys, "--slot-range", "10.221.0.0/20"]
+    command += ["--listen", "127.0.0.1:0", "--api-key-file", keys, "--slot-range", SLOTS]
     command += ["--store-gib", "6", "--ephemeral"]
     if cache := os.environ.get("KEIKI_IMAGE_CACHE"):
         command += ["--cache-dir", cache]

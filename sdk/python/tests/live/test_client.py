@@ -87,6 +87,27 @@ class Exec(Shared):
         self.assertEqual(got, size)
 
 
+class Commands(Shared):
+    def test_a_command_goes_on_without_its_caller_and_in_a_fork(self) -> None:
+        command = self.sandbox.start("while read line; do echo got $line; done; exit 4", stdin_open=True)
+        self.assertEqual(command.write("one\n"), 4)
+        with command.stream() as events:
+            self.assertEqual(next(events).text, "got one\n")
+        child = self.keep(self.sandbox.fork())
+        copy = child.command(command.id)
+        copy.write("two\n", eof=True)
+        self.assertEqual(copy.wait(30), 4)
+        self.assertEqual("".join(event.text for event in copy.stream()), "got one\ngot two\n")
+        self.assertIsNone(command.refresh().exit_code)
+        self.assertIn(command.id, [other.id for other in self.sandbox.commands()])
+        command.signal("KILL")
+        self.assertEqual(command.wait(30), 137)
+        self.assertEqual("".join(event.text for event in command.stream(stdout_offset=4)), "one\n")
+        command.kill()
+        with self.assertRaises(keiki.NotFoundError):
+            command.refresh()
+
+
 class Files(Shared):
     def test_contents(self) -> None:
         files = self.sandbox.filesystem
@@ -163,6 +184,21 @@ class Life(LiveTest):
             self.assertIsInstance(sandbox.logs(), str)
         with self.assertRaises(keiki.NotFoundError):
             sandbox.exec("true")
+
+    def test_events_tell_what_happened(self) -> None:
+        with Sandbox.create(template="base", ttl_seconds=600) as sandbox:
+            child = self.keep(sandbox.fork())
+            sandbox.pause()
+            sandbox.resume()
+            kinds = [event.kind for event in sandbox.events()]
+            for kind in ("created", "running", "frozen", "forked", "paused", "resumed"):
+                self.assertIn(kind, kinds)
+            [forked] = [event for event in sandbox.events() if event.kind == "forked"]
+            self.assertEqual(forked.children, (child.id,))
+            with sandbox.events_stream(since=forked.seq) as events:
+                self.assertEqual([next(events).kind, next(events).kind], ["paused", "resumed"])
+                sandbox.kill()
+                self.assertEqual([event.kind for event in events], ["deleted"])
 
     def test_fork_many_at_once(self) -> None:
         parent = self.keep(Sandbox.create(template="base", ttl_seconds=600))

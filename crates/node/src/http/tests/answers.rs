@@ -10,23 +10,23 @@ use serde_json::{Value, json};
 use std::sync::{Arc, atomic::Ordering};
 use tower::ServiceExt;
 
-struct Answer {
-    status: StatusCode,
-    headers: HeaderMap,
-    body: Vec<u8>,
+pub(super) struct Answer {
+    pub status: StatusCode,
+    pub headers: HeaderMap,
+    pub body: Vec<u8>,
 }
 
 impl Answer {
-    fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("not JSON: {}", self.text()))
     }
 
-    fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
     /// The sentence, where the answer is exactly the envelope.
-    fn error(&self) -> String {
+    pub(super) fn error(&self) -> String {
         assert_eq!(self.headers["content-type"], "application/json", "{}", self.text());
         let body = self.json();
         assert_eq!(body.as_object().map(serde_json::Map::len), Some(1), "{body}");
@@ -34,7 +34,7 @@ impl Answer {
     }
 }
 
-async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
+pub(super) async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
     let response = routes(App::new(twin.clone())).oneshot(request).await.unwrap();
     let (parts, body) = response.into_parts();
     let body = axum::body::to_bytes(body, usize::MAX).await.unwrap().to_vec();
@@ -42,13 +42,13 @@ async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
 }
 
 /// Sends `METHOD path`, `{id}` being the sandbox that there is.
-async fn ask(twin: &Arc<Twin>, line: &str, body: &str) -> Answer {
+pub(super) async fn ask(twin: &Arc<Twin>, line: &str, body: &str) -> Answer {
     let (method, path) = line.split_once(' ').unwrap();
     let path = path.replace("{id}", &the_sandbox().to_string());
     send(twin, Request::builder().method(method).uri(path).body(Body::from(body.to_owned())).unwrap()).await
 }
 
-fn twin() -> Arc<Twin> {
+pub(super) fn twin() -> Arc<Twin> {
     Arc::new(Twin::default())
 }
 
@@ -71,7 +71,7 @@ async fn every_documented_operation_is_served_and_no_other() {
             served += usize::from(documented);
         }
     }
-    assert_eq!(served, 53);
+    assert_eq!(served, 63);
 }
 
 #[tokio::test]
@@ -354,6 +354,37 @@ async fn logs_are_text_or_events() {
     // Without follow it does not wait for the end.
     let answer = ask(&twin(), "GET /v1/templates/builds/slow/logs", "").await;
     assert_eq!(answer.text(), "data: one\n\ndata: end\n\n");
+}
+
+#[tokio::test]
+async fn a_name_makes_a_request_one_of_its_kind() {
+    let twin = twin();
+    let named = async |line: &str, body: &str, key: &str, caller: &str| {
+        let (method, path) = line.split_once(' ').unwrap();
+        let path = path.replace("{id}", &the_sandbox().to_string());
+        let request = Request::builder().method(method).uri(path).header("idempotency-key", key);
+        let request = request.header("x-api-key", caller).body(Body::from(body.to_owned())).unwrap();
+        let answer = send(&twin, request).await;
+        (answer.status.as_u16(), twin.named.lock().unwrap().pop())
+    };
+    let fork = "POST /v1/sandboxes/{id}/fork";
+    let (status, first) = named(fork, r#"{"count":2}"#, "k", "me").await;
+    assert_eq!(status, 201);
+    assert!(first.is_some());
+    assert_eq!(named(fork, r#" {"count": 2, "later": 1}"#, "k", "me").await.1, first, "the same request");
+    assert_ne!(named(fork, r#"{"count":3}"#, "k", "me").await.1, first, "another body");
+    assert_ne!(named(fork, r#"{"count":2}"#, "l", "me").await.1, first, "another name");
+    assert_ne!(named(fork, r#"{"count":2}"#, "k", "you").await.1, first, "another caller");
+    let tree = "POST /v1/sandboxes/{id}/fork-tree";
+    let (_, first) = named(tree, r#"{"count":2}"#, "k", "me").await;
+    assert_eq!(named(tree, r#"{"count":2}"#, "k", "me").await.1, first, "a tree's own id is not asked for");
+    assert!(named("POST /v1/sandboxes", "{}", "k", "me").await.1.is_some());
+    assert!(named("POST /v1/sandboxes/{id}/snapshots", "", "k", "me").await.1.is_some());
+    for wrong in ["", "a b", &"x".repeat(256)] {
+        assert_eq!(named("POST /v1/sandboxes", "{}", wrong, "me").await, (400, None), "{wrong:?}");
+    }
+    ask(&twin, fork, "").await;
+    assert!(twin.named.lock().unwrap().is_empty(), "no name was given");
 }
 
 #[tokio::test]

@@ -21,15 +21,15 @@ use tokio_tungstenite::{client_async, tungstenite::Message};
 /// More than any step here takes, less than a test runner waits.
 const LONG: Duration = Duration::from_secs(20);
 
-struct Server {
-    twin: Arc<Twin>,
-    address: std::net::SocketAddr,
+pub(super) struct Server {
+    pub twin: Arc<Twin>,
+    pub address: std::net::SocketAddr,
     stop: oneshot::Sender<()>,
     served: tokio::task::JoinHandle<std::io::Result<()>>,
 }
 
 impl Server {
-    async fn start() -> Self {
+    pub(super) async fn start() -> Self {
         Self::start_with(Limits::default()).await
     }
 
@@ -42,12 +42,12 @@ impl Server {
         Self { twin, address, stop, served }
     }
 
-    async fn connect(&self) -> TcpStream {
+    pub(super) async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
 
     /// Sends a request as text and gives the open connection.
-    async fn send(&self, head: &str, body: &str) -> TcpStream {
+    pub(super) async fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = self.connect().await;
         let head = head.replace("{id}", &the_sandbox().to_string());
         let request = format!(
@@ -69,7 +69,7 @@ impl Server {
     }
 }
 
-async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+pub(super) async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut read = Vec::new();
     let reading = async {
         while !String::from_utf8_lossy(&read).contains(end) {
@@ -167,6 +167,51 @@ async fn a_head_without_bound_is_refused() {
     let mut answer = [0; 12];
     timeout(LONG, stream.read_exact(&mut answer)).await.unwrap().unwrap();
     assert_eq!(&answer, b"HTTP/1.1 431");
+}
+
+#[tokio::test]
+async fn what_is_refused_before_it_is_a_request_is_told_in_the_envelope_too() {
+    let server = Server::start().await;
+    let many = (0..150).map(|n| format!("x-{n}: 1\r\n")).collect::<String>();
+    for (sent, status, words) in [
+        ("GARBAGE\r\n\r\n".to_owned(), 400, "this is no HTTP/1.1 request"),
+        (format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(70 << 10)), 414, "too long"),
+        (
+            format!("GET /x HTTP/1.1\r\nx: {}\r\n\r\n", "x".repeat(200 << 10)),
+            431,
+            "64 KiB with path and query",
+        ),
+        (format!("GET /healthz HTTP/1.1\r\n{many}\r\n"), 431, "at most 100 headers"),
+    ] {
+        let mut stream = server.connect().await;
+        // After a request that was answered, too.
+        stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
+        read_until(&mut stream, "ok\"}").await;
+        let _ = stream.write_all(sent.as_bytes()).await;
+        let text = read_until(&mut stream, "\"}").await;
+        assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
+        assert!(text.contains("application/json") && text.contains(words), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so_and_may_come_back() {
+    let server = Server::start_with(Limits { connections: 2, ..Limits::default() }).await;
+    let (first, _second) = (server.connect().await, server.connect().await);
+    sleep(Duration::from_millis(100)).await;
+    let mut third = server.send("GET /healthz", "").await;
+    let text = read_until(&mut third, "try again\"}").await;
+    assert!(text.starts_with("HTTP/1.1 503 ") && text.contains("retry-after: 1\r\n"), "{text}");
+    drop(first);
+    let served = async {
+        loop {
+            let mut again = server.send("GET /healthz", "").await;
+            if read_until(&mut again, "\"}").await.contains("200 OK") {
+                return;
+            }
+        }
+    };
+    timeout(LONG, served).await.unwrap();
 }
 
 #[tokio::test]

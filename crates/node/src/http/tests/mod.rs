@@ -3,4 +3,6 @@
 mod answers;
 mod live;
 mod log;
+mod observe;
+mod proxy;
 mod twin;

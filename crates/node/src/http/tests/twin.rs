@@ -3,10 +3,14 @@
 use crate::{
     Error, Result,
     dial::Dialed,
+    events::event,
     exec::{Control, ControlInner, ExecEvent, Session, known::From},
     files::Reading,
     http::api::Api,
+    metrics::{Gauges, Metrics},
     node::request,
+    once::Once,
+    preview::Previews,
     trees::Unpacking,
 };
 use async_trait::async_trait;
@@ -15,16 +19,16 @@ use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
-        Build, BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, Forked, FsChange, FsEntry, FsEvent,
-        FsUnpacked, Lifecycle, Promote, Promoted, Sandbox, SetLifecycle, Snapshot, Template, Timings,
-        Version,
+        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
+        FsEntry, FsEvent, FsUnpacked, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot,
+        Template, Timings, Version,
         execs::{Exec, Signal, StartExec},
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -42,7 +46,11 @@ pub(super) struct Twin {
     pub key: Option<&'static str>,
     /// What was asked of it.
     pub calls: Arc<Mutex<Vec<String>>>,
+    /// The names that requests came with.
+    pub named: Mutex<Vec<Once>>,
     pub files: Mutex<BTreeMap<String, Vec<u8>>>,
+    pub counters: Metrics,
+    pub previews: OnceLock<Previews>,
     /// Sessions that live.
     pub sessions: Arc<AtomicUsize>,
 }
@@ -74,6 +82,7 @@ pub(super) fn sandbox(id: SandboxId) -> Sandbox {
         generation: 1,
         engine: EngineKind::Qemu,
         memory: None,
+        cpu_ms: None,
         timings: None,
         error: None,
     }
@@ -209,7 +218,49 @@ impl Api for Twin {
         if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
-    async fn create(&self, request: CreateSandbox) -> Result<Sandbox> {
+    fn previews(&self) -> Previews {
+        let make = || {
+            let dir = tempfile::tempdir().unwrap();
+            Previews::open(&dir.path().join("key"), "preview.test", self.key.is_none()).unwrap()
+        };
+        self.previews.get_or_init(make).clone()
+    }
+
+    fn counters(&self) -> Metrics {
+        self.counters.clone()
+    }
+
+    async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
+        self.known(id)?;
+        Ok(vec![Port { port: 7, address: "127.0.0.1".into(), pid: Some(9), process: Some("echo".into()) }])
+    }
+
+    async fn metrics(&self) -> Result<String> {
+        Ok(self.counters.text(&Gauges::default()))
+    }
+
+    async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
+        let all = (1..=5).map(|seq| Event { seq, ..event(the_sandbox(), EventKind::Paused) });
+        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
+        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
+    }
+
+    async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Event>> {
+        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
+    }
+
+    async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
+        self.named.lock().unwrap().extend(once);
         match request.template.as_deref() {
             Some("busy") => {
                 Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
@@ -232,7 +283,8 @@ impl Api for Twin {
         self.known(id).map(drop)
     }
 
-    async fn fork(&self, id: SandboxId, request: ForkSandbox) -> Result<Forked> {
+    async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+        self.named.lock().unwrap().extend(once);
         self.done(id, format!("fork {request:?}"))?;
         let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
         let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
@@ -275,7 +327,8 @@ impl Api for Twin {
         Ok("hello é\nworld\n".into())
     }
 
-    async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
+    async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
+        self.named.lock().unwrap().extend(once);
         self.known(id)?;
         Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
     }
@@ -424,6 +477,7 @@ impl Api for Twin {
                     noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
                 });
             }
+            80 => super::proxy::serve(far),
             _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
         }
         Ok(Box::new(near))

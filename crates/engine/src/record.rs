@@ -1,80 +1,95 @@
 //! What a later process of the node must know to find a machine again: `machine.json`.
 
-use crate::{EngineError, Resources, Result};
+use crate::{EngineError, Resources, Result, process::remove_file};
 use keiki_snapshot::Format;
 use keiki_types::Shape;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// Version of the schema.
-pub(super) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
+
+/// Sockets in [`Resources::run_dir`]: the control socket of `keiki-vmm`.
+pub(crate) const CONTROL: &str = "control.sock";
+/// QEMU's.
+pub(crate) const QMP: &str = "qmp.sock";
+/// The agent port.
+pub(crate) const AGENT: &str = "agent.sock";
+/// The serial console, where the monitor does not log it by itself.
+pub(crate) const CONSOLE: &str = "console.sock";
+/// Where QEMU writes its device state to, in [`Resources::dir`].
+pub(crate) const SAVED: &str = "device.state";
 
 /// One layer of a machine's disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Layer {
-    pub(super) name: String,
-    pub(super) format: Format,
+pub(crate) struct Layer {
+    pub(crate) name: String,
+    pub(crate) format: Format,
 }
 
 /// A machine, as its directory tells it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Record {
-    pub(super) version: u32,
-    pub(super) pid: u32,
+pub(crate) struct Record {
+    pub(crate) version: u32,
+    pub(crate) pid: u32,
     /// Tells the process from a later owner of its number.
-    pub(super) start_time: u64,
-    pub(super) shape: Shape,
+    pub(crate) start_time: u64,
+    pub(crate) shape: Shape,
     /// Immutable layers, bottom first.
-    pub(super) layers: Vec<Layer>,
+    pub(crate) layers: Vec<Layer>,
     /// The writable layer.
-    pub(super) top: String,
-    /// Block node of the writable layer.
-    pub(super) top_node: String,
+    pub(crate) top: String,
+    /// QEMU's block node of the writable layer.
+    #[serde(default)]
+    pub(crate) top_node: String,
     /// A top that a freeze was about to switch to.
-    pub(super) next_top: Option<String>,
+    pub(crate) next_top: Option<String>,
     /// Parked by its user; otherwise whoever finds it parked lets it run.
-    pub(super) paused: bool,
+    pub(crate) paused: bool,
     /// A seat: nothing was thawed into it yet.
-    pub(super) waiting: bool,
+    pub(crate) waiting: bool,
     /// The user its monitor runs as; none: it is not jailed.
     #[serde(default)]
-    pub(super) user: Option<u32>,
+    pub(crate) user: Option<u32>,
 }
 
 impl Record {
-    pub(super) fn path(resources: &Resources) -> PathBuf {
+    pub(crate) fn path(resources: &Resources) -> PathBuf {
         resources.dir.join("machine.json")
     }
 
     /// Replaces the record as a whole. Not flushed: a crash of the host ends the machine too.
-    pub(super) fn save(&self, resources: &Resources) -> Result<()> {
+    pub(crate) fn save(&self, resources: &Resources) -> Result<()> {
         let path = Self::path(resources);
         let new = path.with_extension("json.new");
         let text = serde_json::to_vec(self)
             .map_err(std::io::Error::from)
             .map_err(EngineError::at("write", &path))?;
         std::fs::write(&new, text).map_err(EngineError::at("write", &new))?;
-        std::fs::rename(&new, &path).map_err(EngineError::at("write", &path))
+        std::fs::rename(&new, &path).map_err(EngineError::at("write", &path))?;
+        keiki_sys::failpoint::reach("machine.json");
+        Ok(())
     }
 
     /// None if there is none that can be read: then there is no machine.
-    pub(super) fn load(resources: &Resources) -> Option<Self> {
+    pub(crate) fn load(resources: &Resources) -> Option<Self> {
         let text = std::fs::read(Self::path(resources)).ok()?;
         serde_json::from_slice::<Self>(&text).ok().filter(|record| record.version == VERSION)
     }
 }
 
 /// Removes everything that the engine keeps in a machine's resources.
-pub(super) fn clear(resources: &Resources) -> Result<()> {
+pub(crate) fn clear(resources: &Resources) -> Result<()> {
     let record = Record::path(resources);
-    let [log, older] = super::console::files(resources);
+    let [log, older] = crate::console::files(resources);
     let memory = resources.dir.join(keiki_snapshot::MEMORY_FILE);
-    let sockets = super::args::Sockets::of(resources);
-    let [state, saved] =
-        [keiki_snapshot::STATE_FILE, super::jail::SAVED].map(|name| resources.dir.join(name));
+    let [state, saved] = [keiki_snapshot::STATE_FILE, SAVED].map(|name| resources.dir.join(name));
     let files: [&Path; 6] = [&record.with_extension("json.new"), &log, &older, &memory, &state, &saved];
-    for file in files.into_iter().chain(sockets.all()) {
-        super::process::remove_file(file)?;
+    for file in files {
+        remove_file(file)?;
+    }
+    for socket in [CONTROL, QMP, AGENT, CONSOLE] {
+        remove_file(&resources.run_dir.join(socket))?;
     }
     let layers = resources.dir.join(keiki_snapshot::LAYERS_DIR);
     match std::fs::remove_dir_all(&layers) {
@@ -83,7 +98,7 @@ pub(super) fn clear(resources: &Resources) -> Result<()> {
         }
         _ => {}
     }
-    super::cgroup::remove(resources);
+    crate::cgroup::remove(resources);
     // Last: while it is there, whoever looks knows that something may be left.
-    super::process::remove_file(&record)
+    remove_file(&record)
 }

@@ -1,0 +1,95 @@
+//! Sandboxes come and go.
+
+use super::{
+    Bench, Metric, first_event,
+    run::{REST, Samples, ms},
+};
+use crate::exit::Failure;
+use futures::future::try_join_all;
+use keiki_client::{TemplateName, api::Timings};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// What a create does one after the other until the vCPUs run, as its step times name it.
+const TO_RUNNING: [&str; 4] = ["admit", "record", "place", "thaw"];
+
+/// From the request to running vCPUs, by the node's own clock.
+fn until_running(timings: &Timings) -> Option<f64> {
+    let thaw = timings.steps.iter().position(|step| step.name == "thaw")?;
+    let steps = timings.steps[..=thaw].iter().filter(|step| TO_RUNNING.contains(&step.name.as_str()));
+    Some(steps.map(|step| step.ms).sum())
+}
+
+impl Bench<'_> {
+    pub(super) async fn creates(&self, params: Value) -> Result<Samples, Failure> {
+        let mut samples = Samples::default();
+        for at in 0..self.size.n {
+            self.say("create", at, self.size.n);
+            self.rest(&params).await?;
+            let start = Instant::now();
+            let sandbox = self.client.create(&self.request()).await?;
+            first_event(self.client, sandbox.id).await?;
+            samples.add(Metric::CreateFirstExec, &params, [ms(start)]);
+            let running = sandbox.timings.as_ref().and_then(until_running);
+            samples.add(Metric::RestoreStep, &params, running);
+            let start = Instant::now();
+            self.client.delete(sandbox.id).await?;
+            samples.add(Metric::Kill, &params, [ms(start)]);
+        }
+        Ok(samples)
+    }
+
+    pub(super) async fn creates_at_once(&self, many: usize) -> Result<Samples, Failure> {
+        let (mut samples, params) = (Samples::default(), json!({"sandboxes": many}));
+        let n = self.size.samples_of(many);
+        for at in 0..n {
+            self.say(&format!("create {many} at once"), at, n);
+            tokio::time::sleep(REST).await;
+            let start = Instant::now();
+            let ids = try_join_all((0..many).map(|_| self.warm())).await?;
+            samples.add(Metric::CreateAll, &params, [ms(start)]);
+            let start = Instant::now();
+            try_join_all(ids.into_iter().map(|id| self.client.delete(id))).await?;
+            samples.add(Metric::KillAll, &params, [ms(start)]);
+        }
+        Ok(samples)
+    }
+
+    /// The bake measured it; booting again would build a template.
+    pub(super) async fn cold_boot(&self) -> Result<Samples, Failure> {
+        let mut samples = Samples::default();
+        let template = self.template.as_deref().unwrap_or("base");
+        let name: TemplateName = template.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
+        let boot = self.client.cold_boot_ms(&name).await?;
+        if boot.is_none() {
+            let why = format!("the node does not tell how long the bake of `{template}` booted");
+            self.leave_out("cold_boot", why, false);
+        }
+        samples.add(Metric::ColdBoot, &json!({"template": template}), boot);
+        Ok(samples)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::until_running;
+    use keiki_client::api::{Step, Timings};
+
+    #[test]
+    fn what_is_timed_within_a_step_counts_once_and_what_follows_not_at_all() {
+        let steps = [
+            ("admit", 1.0),
+            ("record", 2.0),
+            ("place", 4.0),
+            ("load", 3.0),
+            ("run", 5.0),
+            ("thaw", 8.0),
+            ("connect", 16.0),
+            ("record", 32.0),
+        ];
+        let steps = steps.map(|(name, ms)| Step { name: name.into(), ms }).into();
+        let timings = Timings { steps, ..Timings::default() };
+        assert_eq!(until_running(&timings), Some(15.0));
+        assert_eq!(until_running(&Timings::default()), None);
+    }
+}

@@ -1,0 +1,35 @@
+//! `keiki ports`.
+
+use crate::{
+    context::Context,
+    exit::{ExitCode, Outcome},
+    printer::table,
+    text,
+};
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Sandbox
+    #[arg(value_name = "SANDBOX")]
+    pub sandbox: String,
+}
+
+/// Runs the command.
+pub async fn run(context: Context, args: Args) -> Outcome {
+    let id = context.sandbox_id(&args.sandbox).await?;
+    let ports = context.client.ports(id).await?;
+    context.out.show(&ports, || {
+        let rows = ports.iter().map(|port| {
+            let dash = || "-".to_owned();
+            [
+                port.port.to_string(),
+                port.address.clone(),
+                port.process.as_deref().map_or_else(dash, text::plain),
+                port.pid.map_or_else(dash, |pid| pid.to_string()),
+            ]
+        });
+        table(["PORT", "ADDRESS", "PROCESS", "PID"], rows)
+    })?;
+    Ok(ExitCode::Success as i32)
+}

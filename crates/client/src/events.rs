@@ -1,0 +1,52 @@
+//! What happened to sandboxes.
+
+use crate::{
+    error::{Error, Result},
+    sse,
+    transport::Client,
+};
+use futures::{StreamExt, stream::BoxStream};
+use keiki_types::{
+    SandboxId,
+    api::{Event, EventList},
+};
+use reqwest::{Method, RequestBuilder};
+
+/// Most that one answer lists.
+const MOST: usize = 1000;
+
+#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says.
+impl Client {
+    /// Events of a sandbox, or of all, oldest first: those after the number `since`, or the last ones; at most `limit`.
+    pub async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        let limit = limit.map(|limit| ("limit", limit.clamp(1, MOST) as u64));
+        let request = self.events_request(of, since).query(&limit.into_iter().collect::<Vec<_>>());
+        self.json::<EventList>(request).await.map(|list| list.items)
+    }
+
+    /// The same without a limit, and then what comes. Ends with the node, or with the sandbox's deletion.
+    pub async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<BoxStream<'static, Result<Event>>> {
+        let request = self.events_request(of, since).query(&[("follow", "true")]);
+        let response = self.send(request.header("accept", "text/event-stream")).await?;
+        let events = sse::events(response.bytes_stream()).map(|event| {
+            let data = event?.data;
+            serde_json::from_str(&data).map_err(|error| Error::Protocol(format!("event {data}: {error}")))
+        });
+        Ok(events.boxed())
+    }
+
+    fn events_request(&self, of: Option<SandboxId>, since: Option<u64>) -> RequestBuilder {
+        let path = of.map_or_else(|| "/v1/events".into(), |id| format!("/v1/sandboxes/{id}/events"));
+        let since: Vec<_> = since.map(|since| ("since", since)).into_iter().collect();
+        self.request(Method::GET, &path).query(&since)
+    }
+}

@@ -1,0 +1,260 @@
+//! The messages: plain data. A change here raises [`crate::packet::VERSION`].
+
+use crate::descriptors::{MAX_LAYERS, Role, Want};
+use serde::{Deserialize, Serialize};
+
+/// What the node asks for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Who is there? Answered in every stage with [`Reply::Hello`].
+    Hello,
+    /// Blank: start a machine from its kernel. Answered with [`Reply::Done`] once its vCPUs run.
+    Boot(Boot),
+    /// Blank: become a zygote of stored files. Answered with [`Reply::Done`].
+    Load(Load),
+    /// Machine: park the vCPUs. Parked already: done.
+    Pause,
+    /// Machine: let the vCPUs run. Running already: done.
+    Resume,
+    /// Machine: fork a zygote off and go on, on a new top layer. A paused machine stays paused.
+    Freeze(Freeze),
+    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes.
+    Thaw(Thaw),
+    /// Zygote: write memory and state.
+    Persist,
+    /// Machine: read these lower layers, bottom first, instead of those below the top. Same contents.
+    Layers,
+    /// What does it use?
+    Stats,
+    /// End now. No reply: the socket closes.
+    Stop,
+}
+
+/// vCPUs and RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shape {
+    /// vCPUs.
+    pub vcpus: u32,
+    /// MiB of RAM.
+    pub memory_mib: u32,
+}
+
+/// What the guest sees of the host's processor. Recorded in the state, checked when it is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cpu {
+    /// The named baseline that many hosts share.
+    Baseline,
+    /// All that this host can virtualise.
+    Host,
+}
+
+/// What differs between users of the monitor in the devices a guest has. Which there are, and their order, never does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Devices {
+    /// Of the network device, which is there also without a tap.
+    pub mac: [u8; 6],
+    /// Name of the console port that the agent opens.
+    pub agent_port: String,
+}
+
+/// [`Request::Boot`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Boot {
+    /// vCPUs and RAM.
+    pub shape: Shape,
+    /// The whole kernel command line.
+    pub cmdline: String,
+    /// What the guest sees of the processor.
+    pub cpu: Cpu,
+    /// Devices.
+    pub devices: Devices,
+    /// First VM generation ID.
+    pub generation: [u8; 16],
+}
+
+/// [`Request::Load`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    /// What the state must be of.
+    pub shape: Shape,
+    /// BLAKE3 that the state file must have.
+    pub digest: [u8; 32],
+}
+
+/// [`Request::Freeze`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Freeze {}
+
+/// [`Request::Thaw`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Thaw {
+    /// VM generation ID, of this copy alone.
+    pub generation: [u8; 16],
+}
+
+/// What the monitor answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// To [`Request::Hello`].
+    Hello(Hello),
+    /// Done.
+    Done,
+    /// To [`Request::Freeze`].
+    Frozen(Frozen),
+    /// To [`Request::Thaw`].
+    Thawed(Thawed),
+    /// To [`Request::Persist`].
+    Persisted(Persisted),
+    /// To [`Request::Stats`].
+    Stats(Stats),
+    /// Not done, and nothing changed.
+    Failed {
+        /// What kind of failure.
+        kind: FailureKind,
+        /// One sentence for people.
+        sentence: String,
+    },
+}
+
+/// Kinds of failure, as far as the node does something different for each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FailureKind {
+    /// Not in this stage, or the message is wrong.
+    Invalid,
+    /// The files are damaged, of another version, or of another processor.
+    Refused,
+    /// No room on the store.
+    NoSpace,
+    /// The host: memory, KVM, descriptors.
+    Host,
+}
+
+/// What a monitor is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stage {
+    /// Started, and nothing in it.
+    Blank,
+    /// Runs or is paused.
+    Machine,
+    /// Holds a frozen machine.
+    Zygote,
+}
+
+/// Who is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// What it is.
+    pub stage: Stage,
+    /// A machine whose vCPUs are parked by request.
+    pub paused: bool,
+    /// How many forks lie between it and the process that was executed.
+    pub generation: u32,
+    /// Lower layers of its disk: tells after a crash of the node whether a freeze had come to its end.
+    pub layers: u32,
+}
+
+/// A part of the work and what it took.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// A word.
+    pub name: String,
+    /// Nanoseconds.
+    pub ns: u64,
+}
+
+/// A zygote was made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frozen {
+    /// Process id of the zygote.
+    pub pid: u32,
+    /// From the vCPUs parked to the vCPUs running again.
+    pub vcpu_pause_ns: u64,
+    /// Estimate of the RAM that a persist would write.
+    pub private_bytes: u64,
+    /// In order.
+    pub steps: Vec<Step>,
+}
+
+/// A machine was made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Thawed {
+    /// Process id of the machine.
+    pub pid: u32,
+    /// That of the request: which of several thaws this is.
+    pub generation: [u8; 16],
+    /// In order.
+    pub steps: Vec<Step>,
+}
+
+/// Memory and state are written, not flushed: that is left to the node, which has the files too.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Persisted {
+    /// Pages written over the base.
+    pub pages: u64,
+    /// Pages punched out of the base.
+    pub zeroed: u64,
+    /// Size of the state file.
+    pub state_bytes: u64,
+    /// BLAKE3 of the state file.
+    pub digest: [u8; 32],
+}
+
+/// What a monitor uses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stats {
+    /// Exits of all vCPUs to the monitor since it was thawed or booted.
+    pub exits: u64,
+    /// Bytes of the guest's console that were dropped because it writes too fast.
+    pub console_dropped: u64,
+}
+
+impl Request {
+    /// For messages to people.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello => "Hello",
+            Self::Boot(_) => "Boot",
+            Self::Load(_) => "Load",
+            Self::Pause => "Pause",
+            Self::Resume => "Resume",
+            Self::Freeze(_) => "Freeze",
+            Self::Thaw(_) => "Thaw",
+            Self::Persist => "Persist",
+            Self::Layers => "Layers",
+            Self::Stats => "Stats",
+            Self::Stop => "Stop",
+        }
+    }
+
+    /// Which descriptors come with it.
+    #[must_use]
+    pub fn wants(&self) -> Vec<Want> {
+        const fn one(role: Role) -> Want {
+            Want { role, least: 1, most: 1 }
+        }
+        const LAYERS: Want = Want { role: Role::Layer, least: 1, most: MAX_LAYERS };
+        const TAP: Want = Want { role: Role::Tap, least: 0, most: 1 };
+        match self {
+            Self::Boot(_) => vec![
+                one(Role::Kvm),
+                one(Role::Kernel),
+                one(Role::Initrd),
+                one(Role::Listener),
+                LAYERS,
+                one(Role::Top),
+                TAP,
+                one(Role::Agent),
+                one(Role::Console),
+            ],
+            Self::Load(_) => vec![one(Role::Kvm), one(Role::Memory), one(Role::State)],
+            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top)],
+            Self::Thaw(_) => {
+                vec![one(Role::Listener), LAYERS, one(Role::Top), TAP, one(Role::Agent), one(Role::Console)]
+            }
+            Self::Persist => vec![one(Role::Memory), one(Role::State), one(Role::Pagemap)],
+            Self::Layers => vec![LAYERS],
+            Self::Hello | Self::Pause | Self::Resume | Self::Stats | Self::Stop => vec![],
+        }
+    }
+}

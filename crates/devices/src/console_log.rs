@@ -1,0 +1,190 @@
+//! A log on a file that a guest writes as much as it likes to, and that stays small.
+//!
+//! The file holds the last [`KEPT`] to twice [`KEPT`] bytes, oldest first, whole at any time: when it is full, its second half
+//! is copied over the first and the rest cut off. Bytes come in at a bounded rate ([`RATE`]); those beyond it are
+//! counted and a line says how many are missing.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::unix::fs::FileExt,
+    time::{Duration, Instant},
+};
+
+/// Bytes that are kept at least, once there were so many.
+pub const KEPT: u64 = 128 * 1024;
+/// Bytes a second, after [`BURST`].
+pub const RATE: u64 = 64 * 1024;
+/// Bytes at once.
+pub const BURST: u64 = 512 * 1024;
+/// Bytes collected before they are written, if no line ends.
+const LINE: usize = 512;
+
+/// The log.
+#[derive(Debug)]
+pub struct ConsoleLog {
+    /// None: everything is dropped.
+    file: Option<File>,
+    len: u64,
+    line: Vec<u8>,
+    left: u64,
+    missing: u64,
+    dropped: u64,
+    refilled: Instant,
+}
+
+impl ConsoleLog {
+    /// On a file that is open for reading and writing; goes on after what it holds.
+    pub fn new(file: Option<File>) -> io::Result<Self> {
+        let len = file.as_ref().map_or(Ok(0), |file| file.metadata().map(|meta| meta.len()))?;
+        Ok(Self {
+            file,
+            len,
+            line: Vec::with_capacity(LINE),
+            left: BURST,
+            missing: 0,
+            dropped: 0,
+            refilled: Instant::now(),
+        })
+    }
+
+    /// Bytes that came too fast and were left out, in all.
+    pub fn dropped(&self) -> u64 {
+        self.dropped
+    }
+
+    /// Says something of the monitor's own, on a line of its own, whatever the guest used up.
+    pub fn say(&mut self, text: &str) {
+        let line = std::mem::take(&mut self.line);
+        self.store(&line);
+        self.store(format!("\n[{text}]\n").as_bytes());
+    }
+
+    /// A byte of the guest's.
+    fn push(&mut self, byte: u8, now: Instant) {
+        if self.left == 0 {
+            self.refill(now);
+        }
+        match self.left.checked_sub(1) {
+            Some(left) => self.left = left,
+            None => {
+                self.missing = self.missing.saturating_add(1);
+                self.dropped = self.dropped.saturating_add(1);
+                return;
+            }
+        }
+        if self.missing > 0 {
+            let missing = std::mem::take(&mut self.missing);
+            self.line.extend(format!("\n[{missing} bytes left out]\n").bytes());
+        }
+        self.line.push(byte);
+        if byte == b'\n' || self.line.len() >= LINE {
+            self.write_line();
+        }
+    }
+
+    fn refill(&mut self, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.refilled).min(Duration::from_secs(60));
+        let earned = RATE * elapsed.as_millis() as u64 / 1000;
+        // In portions: a guest that writes without an end gets its lines whole, then a gap.
+        if earned >= RATE / 4 {
+            (self.left, self.refilled) = (earned.min(BURST), now);
+        }
+    }
+
+    fn write_line(&mut self) {
+        let mut line = std::mem::take(&mut self.line);
+        self.store(&line);
+        line.clear();
+        self.line = line;
+    }
+
+    /// A full disk costs console output, not the machine.
+    fn store(&mut self, bytes: &[u8]) {
+        let Some(file) = &self.file else { return };
+        if self.len + bytes.len() as u64 > 2 * KEPT {
+            match halve(file, self.len) {
+                Ok(len) => self.len = len,
+                Err(_) => return,
+            }
+        }
+        if file.write_all_at(bytes, self.len).is_ok() {
+            self.len += bytes.len() as u64;
+        }
+    }
+}
+
+/// Keeps the last [`KEPT`] bytes. The new length.
+fn halve(file: &File, len: u64) -> io::Result<u64> {
+    let keep = KEPT.min(len);
+    let mut kept = vec![0; keep as usize];
+    file.read_exact_at(&mut kept, len - keep)?;
+    file.write_all_at(&kept, 0)?;
+    file.set_len(keep)?;
+    Ok(keep)
+}
+
+impl Write for ConsoleLog {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let now = Instant::now();
+        bytes.iter().for_each(|&byte| self.push(byte, now));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for ConsoleLog {
+    fn drop(&mut self) {
+        self.write_line();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BURST, ConsoleLog, KEPT, RATE};
+    use std::{
+        io::Write,
+        time::{Duration, Instant},
+    };
+
+    fn text(file: &mut std::fs::File) -> String {
+        use std::io::{Read, Seek};
+        let mut text = String::new();
+        file.rewind().unwrap();
+        file.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn the_file_holds_the_last_bytes_in_order() {
+        let mut file = tempfile::tempfile().unwrap();
+        let mut log = ConsoleLog::new(Some(file.try_clone().unwrap())).unwrap();
+        for nth in 0..50_000 {
+            writeln!(log, "{nth:07}").unwrap();
+            log.left = BURST;
+        }
+        let text = text(&mut file);
+        let numbers: Vec<u32> = text.lines().map(|line| line.parse().unwrap()).collect();
+        assert!(numbers.windows(2).all(|pair| pair[0] + 1 == pair[1]), "in order, none missing");
+        assert_eq!(numbers.last(), Some(&49_999));
+        assert!((KEPT..=2 * KEPT).contains(&(text.len() as u64)), "{}", text.len());
+    }
+
+    #[test]
+    fn a_flood_is_cut_and_said_to_be() {
+        let mut file = tempfile::tempfile().unwrap();
+        let mut log = ConsoleLog::new(Some(file.try_clone().unwrap())).unwrap();
+        let start = Instant::now();
+        (0..BURST + 1000).for_each(|_| log.push(b'x', start));
+        assert_eq!(log.missing, 1000);
+        let later = start + Duration::from_secs(1);
+        (0..RATE + 7).for_each(|_| log.push(b'y', later));
+        assert_eq!((log.missing, log.dropped()), (7, 1007));
+        log.say("the end");
+        let text = text(&mut file);
+        assert!(text.contains("[1000 bytes left out]") && text.ends_with("[the end]\n"));
+    }
+}

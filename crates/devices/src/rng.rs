@@ -1,0 +1,141 @@
+//! virtio-rng: entropy of the host's kernel.
+//!
+//! Every byte is asked of the kernel when the guest asks for it: nothing is kept in this process, so a fork of it shares no
+//! entropy with its parent. A request gets [`MAX_REQUEST`] bytes at most, and a guest [`PER_TICK`] bytes in a [`TICK`]; what
+//! it asks beyond that waits in its ring.
+
+use crate::{
+    State, StateError,
+    virtio::{Fault, Interest, Rings, Served, VirtioDevice},
+    watch::Watcher,
+};
+use rustix::{
+    rand::{GetRandomFlags, getrandom},
+    time::{
+        Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+        timerfd_settime,
+    },
+};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    time::{Duration, Instant},
+};
+use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
+
+/// Bytes that a request gets at most.
+pub const MAX_REQUEST: usize = 4096;
+/// Bytes that a guest gets in a tick.
+pub const PER_TICK: usize = 64 * 1024;
+/// Length of a tick.
+pub const TICK: Duration = Duration::from_millis(50);
+
+const QUEUE_SIZE: u16 = 64;
+const QUEUE: usize = 0;
+const TIMER: u64 = 0;
+const KIND: &str = "rng";
+const VERSION: u16 = 1;
+
+/// An entropy device.
+#[derive(Debug)]
+pub struct Rng {
+    timer: OwnedFd,
+    waiting: bool,
+    left: usize,
+    tick: Instant,
+}
+
+impl Rng {
+    /// A new one.
+    pub fn new() -> io::Result<Self> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        Ok(Self { timer, waiting: false, left: PER_TICK, tick: Instant::now() })
+    }
+
+    fn wait(&mut self) -> io::Result<()> {
+        if !self.waiting {
+            let value = Timespec { tv_sec: 0, tv_nsec: i64::from(TICK.subsec_nanos()) };
+            let once = Itimerspec { it_interval: Timespec::default(), it_value: value };
+            timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)?;
+            self.waiting = true;
+        }
+        Ok(())
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn id(&self) -> u32 {
+        VIRTIO_ID_RNG
+    }
+
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn queues(&self) -> &[u16] {
+        &[QUEUE_SIZE]
+    }
+
+    fn activate(&mut self, _features: u64) {}
+
+    fn reset(&mut self) {}
+
+    fn start(&mut self, watcher: &Watcher, _rings: &mut Rings) -> io::Result<()> {
+        watcher.add(&self.timer, TIMER, Interest { read: true, write: false })
+    }
+
+    fn process_queue(&mut self, queue: usize, rings: &mut Rings) -> Result<(), Fault> {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.tick) >= TICK {
+            (self.left, self.tick) = (PER_TICK, now);
+        }
+        let (mut left, mut failed, mut late) = (self.left, None, false);
+        rings.serve(queue, |memory, chain| {
+            if left == 0 {
+                late = true;
+                return Served::Later;
+            }
+            let mut bytes = [0; MAX_REQUEST];
+            let wanted =
+                usize::try_from(chain.writable_len()).unwrap_or(MAX_REQUEST).min(MAX_REQUEST).min(left);
+            let Some(bytes) = bytes.get_mut(..wanted) else { return Served::Done(0) };
+            match getrandom(&mut *bytes, GetRandomFlags::empty()) {
+                // Up to 256 bytes come whole; a longer request may be interrupted, and is then answered with less.
+                Ok(got) => {
+                    left -= got.min(left);
+                    let got = bytes.get(..got).unwrap_or_default();
+                    Served::Done(chain.write(memory, 0, got) as u32)
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    Served::Done(0)
+                }
+            }
+        })?;
+        self.left = left;
+        if let Some(error) = failed {
+            rings.warn(format_args!("the kernel gives no entropy: {error}"));
+        }
+        if late { Ok(self.wait()?) } else { Ok(()) }
+    }
+
+    fn on_ready(&mut self, _token: u64, rings: &mut Rings) -> Result<(), Fault> {
+        // Only so that it is not ready any more.
+        let _ = rustix::io::read(&self.timer, &mut [0; 8]);
+        self.waiting = false;
+        self.process_queue(QUEUE, rings)
+    }
+
+    fn save(&self) -> Result<State, StateError> {
+        State::pack(KIND, VERSION, &())
+    }
+
+    fn restore(&mut self, state: &State, _features: u64) -> Result<(), StateError> {
+        state.unpack(KIND, VERSION)
+    }
+}

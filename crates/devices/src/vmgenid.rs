@@ -1,0 +1,74 @@
+//! VM generation ID: 16 bytes of guest memory that tell the guest that it is another machine now.
+//!
+//! The guest finds their address through ACPI (`VM_Gen_Counter`, an object `ADDR`) and hears of a change by an interrupt of
+//! the generic event device, upon which its kernel reseeds. The bytes lie in memory, so freezing carries them; each
+//! copy gets new ones before it runs.
+
+use crate::{Device, Interrupt, Memory, State, StateError};
+use std::{io, time::Instant};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+/// Bytes of an id.
+pub const LEN: usize = 16;
+
+const KIND: &str = "vmgenid";
+const VERSION: u16 = 1;
+
+/// A generation ID.
+pub struct VmGenId {
+    memory: Memory,
+    address: GuestAddress,
+    interrupt: Box<dyn Interrupt>,
+    /// The guest has not been told yet.
+    changed: bool,
+}
+
+impl VmGenId {
+    /// At this address, which ACPI names and the memory map reserves.
+    pub fn new(memory: Memory, address: GuestAddress, interrupt: Box<dyn Interrupt>) -> io::Result<Self> {
+        if !GuestMemoryBackend::check_range(&memory, address, LEN) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the generation ID is outside of RAM"));
+        }
+        Ok(Self { memory, address, interrupt, changed: false })
+    }
+
+    /// Gives the machine a new id. The guest is told at the next [`Device::resume`].
+    pub fn renew(&mut self, id: [u8; LEN]) -> io::Result<()> {
+        self.memory.write_slice(&id, self.address).map_err(io::Error::other)?;
+        self.changed = true;
+        Ok(())
+    }
+}
+
+impl Device for VmGenId {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn pause(&mut self, _deadline: Instant) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn save(&self) -> Result<State, StateError> {
+        State::pack(KIND, VERSION, &(self.address.0, self.changed))
+    }
+
+    fn restore(&mut self, state: &State) -> Result<(), StateError> {
+        let (address, changed): (u64, bool) = state.unpack(KIND, VERSION)?;
+        if address != self.address.0 {
+            return Err(StateError::Field {
+                kind: KIND,
+                field: "address",
+                why: "is not where this machine has it",
+            });
+        }
+        self.changed |= changed;
+        Ok(())
+    }
+
+    fn resume(&mut self) -> io::Result<()> {
+        if std::mem::take(&mut self.changed) { self.interrupt.raise() } else { Ok(()) }
+    }
+}

@@ -1,0 +1,102 @@
+//! One descriptor to poll for everything that a device waits for.
+//!
+//! Two epoll instances, one in the other. Queue events and backends are in the inner; the monitor polls the outer.
+//! Pausing takes the inner out of the outer: nothing has to be unregistered, and the monitor does not spin over events
+//! that nobody takes.
+
+use rustix::event::{Timespec, epoll};
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+/// Events taken at once.
+const BATCH: usize = 16;
+
+/// What a backend waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interest {
+    /// That it can be read, or ended.
+    pub read: bool,
+    /// That it can be written.
+    pub write: bool,
+}
+
+/// Where a device registers what it waits for.
+#[derive(Debug, Clone)]
+pub struct Watcher(Arc<OwnedFd>);
+
+impl Watcher {
+    /// Begins to watch.
+    pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        Ok(epoll::add(&*self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
+    }
+
+    /// Changes what is waited for.
+    pub fn set(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        Ok(epoll::modify(&*self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
+    }
+
+    /// Ends it. Closing the descriptor does too, if it has no copy.
+    pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        Ok(epoll::delete(&*self.0, fd)?)
+    }
+}
+
+/// The two instances.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    outer: OwnedFd,
+    inner: Watcher,
+    open: bool,
+}
+
+impl Watch {
+    /// Closed at first.
+    pub(crate) fn new() -> io::Result<Self> {
+        let outer = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let inner = Watcher(Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?));
+        Ok(Self { outer, inner, open: false })
+    }
+
+    pub(crate) fn watcher(&self) -> &Watcher {
+        &self.inner
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.outer.as_fd()
+    }
+
+    /// Lets events through, or holds them back.
+    pub(crate) fn set_open(&mut self, open: bool) -> io::Result<()> {
+        if open && !self.open {
+            epoll::add(&self.outer, &*self.inner.0, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        } else if !open && self.open {
+            epoll::delete(&self.outer, &*self.inner.0)?;
+        }
+        self.open = open;
+        Ok(())
+    }
+
+    /// Tokens of what is ready. None while closed.
+    pub(crate) fn ready(&self) -> Vec<u64> {
+        let mut events = Vec::with_capacity(BATCH);
+        if self.open {
+            // Nothing to see is as good as an error; the level stays.
+            let _ = epoll::wait(
+                &*self.inner.0,
+                rustix::buffer::spare_capacity(&mut events),
+                Some(&Timespec::default()),
+            );
+        }
+        events.iter().map(|event: &epoll::Event| event.data.u64()).collect()
+    }
+}
+
+fn flags(interest: Interest) -> epoll::EventFlags {
+    let mut flags = epoll::EventFlags::empty();
+    flags.set(epoll::EventFlags::IN, interest.read);
+    flags.set(epoll::EventFlags::OUT, interest.write);
+    flags
+}

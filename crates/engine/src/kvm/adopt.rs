@@ -1,0 +1,73 @@
+//! Finding a machine again after the daemon was restarted.
+//!
+//! Blanks and zygotes have ended with the daemon: their sockets closed. A machine listens at its control socket. The
+//! record tells the rest: a freeze that had switched the disk is completed as far as the machine goes, one that had
+//! not is forgotten, and a machine that its user did not park runs.
+
+use super::{
+    Host,
+    control::Control,
+    freeze::settle,
+    frozen::end_stray,
+    machine::{KvmMachine, assemble},
+    monitor::Monitor,
+};
+use crate::{
+    EngineError, Resources, Result,
+    process::{Watched, blocking},
+    record::{CONTROL, Record},
+};
+use keiki_control::Request;
+use keiki_sys::process::Process;
+use std::sync::Arc;
+
+/// The machine of these resources, if it lives.
+pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<KvmMachine>> {
+    let Some(record) = Record::load(resources) else {
+        end_stray(resources).await;
+        return clear(resources).await;
+    };
+    let process = Process::open(record.pid).map_err(EngineError::at("open", &resources.dir))?;
+    let Some(process) = process.filter(|process| process.start_time() == record.start_time) else {
+        return clear(resources).await;
+    };
+    match attach(host, process, resources, record).await {
+        Ok(machine) => Ok(Some(machine)),
+        Err(error) => {
+            tracing::warn!(dir = %resources.dir.display(), %error, "a machine was found and ended");
+            clear(resources).await
+        }
+    }
+}
+
+async fn clear(resources: &Resources) -> Result<Option<KvmMachine>> {
+    let resources = resources.clone();
+    blocking(move || super::machine::clear(&resources)).await.map(|()| None)
+}
+
+/// On error its process has ended.
+async fn attach(
+    host: &Arc<Host>,
+    process: Process,
+    resources: &Resources,
+    record: Record,
+) -> Result<KvmMachine> {
+    let lineage = host.lineages.find(host, record.user);
+    let member = lineage.admit(&resources.dir, record.shape.memory_mib);
+    let monitor = Monitor {
+        watched: Watched::new(Arc::new(process), None)?,
+        control: Control::at(resources.run_dir.join(CONTROL)),
+        member,
+    };
+    monitor.member.confine(monitor.pid());
+    let machine = assemble(host, monitor, resources, record).await?;
+    let mut record = machine.0.record.lock().await;
+    settle(&machine.0, &mut record).await;
+    let wish = if record.paused { Request::Pause } else { Request::Resume };
+    if let Err(error) = machine.0.monitor.control.order(wish, Vec::new()).await {
+        machine.0.monitor.watched.kill().await?;
+        return Err(error);
+    }
+    drop(record);
+    Ok(machine)
+}

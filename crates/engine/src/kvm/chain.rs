@@ -1,0 +1,346 @@
+//! Keeping disk chains short.
+//!
+//! Every freeze adds a layer, and a read that no layer answers asks all of them. Beyond [`FEW`] overlays those of a
+//! machine are made one, in the background, and the machine is told to read that instead. Nothing immutable is written,
+//! and relatives do not notice; the price is that the copied clusters are shared no more. A freeze waits for it only when
+//! the chain would reach [`MANY`].
+//!
+//! `qemu-img` does the work, in a jail of its own with copies (blocks are shared) of nothing but the layers: what it
+//! reads, a guest may have written.
+//!
+//! ```text
+//!   raw ── o1 ── o2 ── o3 ── top          a copy of o1 gets what o2 and then o3 have
+//!   raw ────── flat ──────── top
+//! ```
+
+use super::{ground::open_layers, machine::Running};
+use crate::{
+    EngineError, Resources, Result,
+    layers::{check_overlay, layer_path, new_name},
+    process::{blocking, remove_file},
+    record::{Layer, Record},
+    users::{give, show},
+};
+use keiki_control::Request;
+use keiki_snapshot::Format;
+use keiki_sys::{
+    jail::{Jail, Limits, make_root},
+    process::{Process, Setup},
+};
+use serde_json::{Value, json};
+use std::{
+    fs::{self, File, Permissions},
+    io::Read,
+    os::unix::fs::{PermissionsExt, chown},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// From here the layers are made fewer.
+const FEW: usize = 8;
+/// From here a freeze waits until that is done.
+const MANY: usize = 32;
+/// Where it is done, in the machine's directory.
+pub(super) const PLACE: &str = "flat";
+/// Where the jail shows that.
+const INSIDE: &str = "m";
+/// Where the jail's root is, in the engine's corner of the store.
+const ROOT: &str = "jail-tools";
+/// How long one step may take.
+const PATIENCE: Duration = Duration::from_secs(300);
+const LIMITS: Limits = Limits { files: 256, tasks: 512, file_bytes: 0, oom_score_adj: 500 };
+
+/// Whose turn it is to make a machine's chain shorter.
+#[derive(Default)]
+pub(super) struct Shortening {
+    turn: Arc<tokio::sync::Mutex<()>>,
+    /// The machine has ended: whoever works, stop.
+    stopped: Arc<AtomicBool>,
+}
+
+impl Shortening {
+    /// Nobody works at it any more once this returns.
+    pub(super) async fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        let _turn = self.turn.lock().await;
+    }
+}
+
+/// Begins to make the chain shorter if it is long. Errors are not the caller's: the next one tries again.
+pub(super) fn shorten(machine: &Arc<Running>, record: &Record) {
+    if record.layers.len() <= FEW {
+        return;
+    }
+    let Ok(turn) = Arc::clone(&machine.shortening.turn).try_lock_owned() else { return };
+    let (machine, layers) = (Arc::clone(machine), record.layers.clone());
+    tokio::spawn(async move {
+        let _turn = turn;
+        if let Err(error) = in_background(&machine, layers).await
+            && machine.monitor.watched.process.is_alive()
+        {
+            tracing::warn!(dir = %machine.resources.dir.display(), %error, "the disk chain stays long");
+        }
+    });
+}
+
+/// Before a freeze: what cannot wait is waited for.
+pub(super) async fn settle(machine: &Running, record: &mut Record) -> Result<()> {
+    if record.layers.len() < MANY {
+        return Ok(());
+    }
+    // One that was begun in the background works at the same place: it must have come to its end.
+    let late = |_| EngineError::Monitor("does not finish shortening its disk".into());
+    let _turn = tokio::time::timeout(PATIENCE, machine.shortening.turn.lock()).await.map_err(late)?;
+    let flat = flatten(machine, record.layers.clone()).await?;
+    follow(machine, record, flat).await
+}
+
+async fn in_background(machine: &Running, layers: Vec<Layer>) -> Result<()> {
+    let flat = flatten(machine, layers).await?;
+    // A freeze that waits for us holds the record: it will do the work again, which is right, only slower.
+    let Ok(mut record) = tokio::time::timeout(Duration::from_secs(1), machine.record.lock()).await else {
+        return drop_flat(machine, &flat);
+    };
+    follow(machine, &mut record, flat).await
+}
+
+/// Layers that were made one.
+struct Flat {
+    of: Vec<Layer>,
+    layer: Layer,
+}
+
+fn drop_flat(machine: &Running, flat: &Flat) -> Result<()> {
+    remove_file(&layer_path(&machine.resources.dir, &flat.layer.name))
+}
+
+/// Makes machine and record read the new layer. Meanwhile freezes may have added more above it.
+async fn follow(machine: &Running, record: &mut Record, flat: Flat) -> Result<()> {
+    if !record.layers.starts_with(&flat.of) {
+        return drop_flat(machine, &flat);
+    }
+    let bottom = flat.of.iter().take(1).cloned();
+    let rest = record.layers.iter().skip(flat.of.len()).cloned();
+    let layers: Vec<Layer> = bottom.chain([flat.layer.clone()]).chain(rest).collect();
+    let (dir, named) = (machine.resources.dir.clone(), layers.clone());
+    let files = blocking(move || open_layers(&dir, &named)).await?;
+    if let Err(error) = machine.monitor.control.order(Request::Layers, files).await {
+        drop_flat(machine, &flat)?;
+        return Err(error);
+    }
+    record.layers = layers;
+    record.save(&machine.resources)?;
+    let dir = machine.resources.dir.clone();
+    blocking(move || flat.of.iter().skip(1).try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name))))
+        .await
+}
+
+async fn flatten(machine: &Running, of: Vec<Layer>) -> Result<Flat> {
+    let (host, resources, disk_mib) =
+        (Arc::clone(&machine.host), machine.resources.clone(), machine.shape.disk_mib);
+    let user = machine.monitor.member.lineage().user();
+    let stopped = Arc::clone(&machine.shortening.stopped);
+    blocking(move || {
+        let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
+        let work =
+            Work { config: &host.config.common, place: resources.dir.join(PLACE), user, disk_mib, stopped };
+        let made = work.run(&resources, &of, &layer);
+        // Copies and other names: nothing is lost with them.
+        remove_place(&work.place)?;
+        made?;
+        check_overlay(&resources.dir, &layer.name, disk_mib)
+            .map_err(|why| EngineError::Monitor(format!("left a bad disk: {why}")))?;
+        Ok(Flat { of, layer })
+    })
+    .await
+}
+
+/// Removes what a work that was cut short has left.
+pub(super) fn remove_place(place: &Path) -> Result<()> {
+    match fs::remove_dir_all(place) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(EngineError::at("remove", place)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+struct Work<'a> {
+    config: &'a crate::Common,
+    place: PathBuf,
+    user: Option<u32>,
+    disk_mib: u32,
+    stopped: Arc<AtomicBool>,
+}
+
+impl Work<'_> {
+    fn run(&self, resources: &Resources, of: &[Layer], flat: &Layer) -> Result<()> {
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(EngineError::Ended("its machine was ended".into()));
+        }
+        remove_place(&self.place)?;
+        fs::create_dir(&self.place).map_err(EngineError::at("make", &self.place))?;
+        if let Some(user) = self.user {
+            fs::set_permissions(&self.place, Permissions::from_mode(0o710))
+                .and_then(|()| chown(&self.place, Some(0), Some(user)))
+                .map_err(EngineError::at("close", &self.place))?;
+        }
+        let mut layers = of.iter().map(|layer| layer_path(&resources.dir, &layer.name));
+        let (Some(bottom), Some(first)) = (layers.next(), layers.next()) else {
+            return Err(EngineError::Monitor("has no layers to make one".into()));
+        };
+        super::freeze::link(&bottom, &self.place.join("raw"))?;
+        self.copy(&first, "flat")?;
+        for layer in layers {
+            self.copy(&layer, "next")?;
+            self.commit()?;
+            remove_file(&self.place.join("next"))?;
+        }
+        let (made, kept) = (self.place.join("flat"), layer_path(&resources.dir, &flat.name));
+        show(&made)?;
+        chown(&made, Some(rustix::process::geteuid().as_raw()), None)
+            .map_err(EngineError::at("keep", &made))?;
+        File::open(&made).and_then(|file| file.sync_all()).map_err(EngineError::at("flush", &made))?;
+        fs::rename(&made, &kept).map_err(EngineError::at("keep", &kept))
+    }
+
+    /// A copy of a layer that the tool may change.
+    fn copy(&self, layer: &Path, name: &str) -> Result<()> {
+        let path = self.place.join(name);
+        let from = File::open(layer).map_err(EngineError::at("open", layer))?;
+        let to = File::create_new(&path).map_err(EngineError::at("make", &path))?;
+        keiki_sys::files::reflink(&from, &to).map_err(EngineError::at("fill", &path))?;
+        give(&path, self.user)
+    }
+
+    /// Adds what `next` has to `flat`.
+    fn commit(&self) -> Result<()> {
+        let root = self.config.store.join(ROOT);
+        let failed = || EngineError::at("jail a tool in", &root);
+        let (jail, seen) = match self.user {
+            Some(user) => {
+                make_root(&root, &[INSIDE], &[]).map_err(failed())?;
+                let file_bytes = (u64::from(self.disk_mib) << 21).saturating_add(64 << 20);
+                let mut jail = Jail::new(&root, user, Limits { file_bytes, ..LIMITS }).map_err(failed())?;
+                jail.bind(&self.place, &root, INSIDE, false).map_err(failed())?;
+                (Some(jail), Path::new("/").join(INSIDE))
+            }
+            None => (None, self.place.clone()),
+        };
+        let mut command = Command::new(&self.config.qemu_img);
+        command.args(["commit", "-q", "-d", &format!("json:{}", chain(&seen))]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let setup = Setup { jail, ..Setup::default() };
+        let (process, stderr) = Process::spawn(&mut command, setup).map_err(failed())?;
+        let begun = Instant::now();
+        let how = loop {
+            match process.try_reap() {
+                Some(how) => break how,
+                None if begun.elapsed() > PATIENCE || self.stopped.load(Ordering::Acquire) => {
+                    process.kill().map_err(failed())?;
+                    while process.try_reap().is_none() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    break "it was stopped".into();
+                }
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        if how == "exit status 0" {
+            return Ok(());
+        }
+        let mut why = String::new();
+        // What it said is for people; without it there is how it ended.
+        let _ = stderr.map(|pipe| pipe.take(400).read_to_string(&mut why));
+        Err(EngineError::Monitor(format!("has layers that cannot be made one: {how} {}", why.trim())))
+    }
+}
+
+/// The chain, as the tool is told it. No layer's header names another.
+fn chain(dir: &Path) -> Value {
+    let file = |name: &str| json!({"driver": "file", "filename": dir.join(name), "locking": "off"});
+    let raw = json!({"driver": "raw", "file": file("raw"), "read-only": true});
+    let flat = json!({"driver": "qcow2", "file": file("flat"), "backing": raw});
+    json!({"driver": "qcow2", "file": file("next"), "backing": flat})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Work, chain};
+    use crate::{
+        Common, Resources,
+        layers::{check_overlay, layer_path, make_layers_dir, make_top, new_name},
+        record::Layer,
+    };
+    use keiki_snapshot::Format;
+    use serde_json::{Value, json};
+    use std::{error::Error, fs, path::Path, process::Command};
+
+    const DISK_MIB: u32 = 16;
+
+    fn run(program: &str, args: &[&str]) -> Result<(), Box<dyn Error>> {
+        let output = Command::new(program).args(args).output()?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).into_owned().into()),
+        }
+    }
+
+    /// A chain of these layers for a tool, the last writable.
+    fn opened(dir: &Path, layers: &[Layer]) -> String {
+        let mut below = Value::Null;
+        for layer in layers {
+            let file = json!({"driver": "file", "filename": layer_path(dir, &layer.name), "locking": "off"});
+            below = match layer.format {
+                Format::Raw => json!({"driver": "raw", "file": file}),
+                Format::Qcow2 => json!({"driver": "qcow2", "file": file, "backing": below}),
+            };
+        }
+        format!("json:{below}")
+    }
+
+    #[test]
+    fn many_layers_become_one_that_reads_the_same() -> Result<(), Box<dyn Error>> {
+        let Some(store) = std::env::var_os("KEIKI_TEST_STORE") else {
+            println!("skipped: KEIKI_TEST_STORE names no directory with reflinks");
+            return Ok(());
+        };
+        let dir = tempfile::tempdir_in(store)?;
+        let common = Common::new(dir.path().join("store"));
+        let resources = Resources { dir: dir.path().join("m"), run_dir: dir.path().join("m"), netns: None };
+        make_layers_dir(&resources.dir)?;
+        let mut of = vec![Layer { name: new_name(Format::Raw), format: Format::Raw }];
+        fs::write(layer_path(&resources.dir, &of[0].name), vec![0x11; (DISK_MIB as usize) << 20])?;
+        for number in 1..=4_u8 {
+            let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
+            let path = layer_path(&resources.dir, &layer.name);
+            make_top(&common, DISK_MIB, &path, None)?;
+            of.push(layer);
+            let writes = format!("write -P {} {}k 300k", 0x20 + number, u32::from(number) * 200);
+            run("qemu-io", &["-c", &writes, "-c", "write -z 4M 128k", &opened(&resources.dir, &of)])?;
+        }
+        let flat = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
+        let user = common.first_user;
+        let (place, stopped) = (dir.path().join("m/flat"), Default::default());
+        let work = Work { config: &common, place, user, disk_mib: DISK_MIB, stopped };
+        work.run(&resources, &of, &flat)?;
+        check_overlay(&resources.dir, &flat.name, DISK_MIB)?;
+        let short = [of[0].clone(), flat.clone()];
+        let [long, short] = [opened(&resources.dir, &of), opened(&resources.dir, &short)];
+        run("qemu-img", &["compare", "-U", &long, &short])?;
+        // A layer that says it has a backing file of its own is not asked about it: the chain is told.
+        assert!(chain(Path::new("/m")).to_string().contains(r#""filename":"/m/raw""#));
+        // Something that is no layer is told, and nothing is kept of it.
+        fs::write(layer_path(&resources.dir, &of[2].name), "no layer")?;
+        let other = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
+        let failed = work.run(&resources, &of, &other).map_err(|error| error.to_string());
+        assert!(failed.as_ref().is_err_and(|why| why.contains("cannot be made one")), "{failed:?}");
+        assert!(!layer_path(&resources.dir, &other.name).exists());
+        Ok(())
+    }
+}

@@ -1,0 +1,137 @@
+//! Freeze: the monitor forks itself.
+//!
+//! ```text
+//!   node      an empty top layer is made; what the guest wrote to the old one is flushed
+//!   monitor   parks its vCPUs, forks a zygote, goes on with the new top
+//!   node      the old top becomes a base file, as a copy that shares its blocks: the monitor can still write the
+//!             file that it has open
+//! ```
+//!
+//! Memory is written nowhere. A crash of ours anywhere in it is mended by whoever adopts the machine: the record
+//! names the top that was about to be switched to, and the machine knows how many layers it has.
+
+use super::{
+    control::{Control, failed},
+    frozen::{BASE, KvmFrozen},
+    machine::{Running, expect},
+    monitor::Monitor,
+};
+use crate::{
+    EngineError, FreezeReport, Image, Result,
+    files::clear_image,
+    layers::{layer_path, link_layers},
+    process::{blocking, remove_file},
+    record::{Layer, Record},
+    steps::Stopwatch,
+};
+use keiki_control::{Client, Freeze, Reply, Request, Role, Stage};
+use keiki_snapshot::{Format, MEMORY_FILE};
+use std::{fs, fs::File, path::Path, sync::Arc, time::Duration};
+
+/// Freezes the machine into `image`. On error the image's directory is empty and the machine goes on.
+pub(super) async fn freeze(machine: &Arc<Running>, image: Image) -> Result<(KvmFrozen, FreezeReport)> {
+    let mut record = machine.record.lock().await;
+    if image.shape != machine.shape {
+        return Err(EngineError::Monitor("has another shape than the image".into()));
+    }
+    let frozen = try_freeze(machine, &mut record, &image).await;
+    if frozen.is_err() {
+        settle(machine, &mut record).await;
+        let dir = image.dir.clone();
+        blocking(move || {
+            remove_file(&dir.join(BASE))?;
+            clear_image(&dir)
+        })
+        .await?;
+    }
+    frozen.map_err(super::control::about(&image.dir))
+}
+
+async fn try_freeze(
+    machine: &Arc<Running>,
+    record: &mut Record,
+    image: &Image,
+) -> Result<(KvmFrozen, FreezeReport)> {
+    let mut watch = Stopwatch::start();
+    super::chain::settle(machine, record).await?;
+    let top = prepare(machine, record).await?;
+    let (client, theirs) = Client::pair().map_err(failed)?;
+    // Admitted before it is made: at worst it keeps every page that the machine rewrites.
+    let member = machine.monitor.member.lineage().admit(&image.dir, image.shape.memory_mib);
+    watch.step("prepare");
+    let files = vec![(Role::Top, top.into()), (Role::Control, theirs)];
+    let (report, _) =
+        expect(&machine.monitor.control, Request::Freeze(Freeze {}), files, |reply| match reply {
+            Reply::Frozen(frozen) => Some(frozen),
+            _ => None,
+        })
+        .await?;
+    promote(record);
+    record.save(&machine.resources)?;
+    watch.step("freeze");
+    super::note(&mut watch, &report.steps);
+    let (zygote, hello) = Monitor::forked(report.pid, Control::over(client), member, Stage::Zygote).await?;
+    let (from, dir, layers) = (machine.resources.dir.clone(), image.dir.clone(), record.layers.clone());
+    let (shape, pid) = (machine.shape, zygote.pid());
+    let (layers, private_bytes) = blocking(move || {
+        link(&from.join(MEMORY_FILE), &dir.join(BASE))?;
+        let layers = link_layers(&from, &dir, &layers, shape.disk_mib)?;
+        // What a persist would write. The monitor cannot see it: it may not look at its own page tables.
+        Ok((layers, super::memory::anonymous(pid)?))
+    })
+    .await?;
+    watch.step("layers");
+    let frozen = KvmFrozen::fresh(&machine.host, image.clone(), layers, zygote, hello.generation);
+    super::chain::shorten(machine, record);
+    let pause = Duration::from_nanos(report.vcpu_pause_ns);
+    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
+}
+
+/// What is done before the stop: the new top, and what the pause would have to flush otherwise.
+async fn prepare(machine: &Running, record: &mut Record) -> Result<File> {
+    let (host, dir) = (Arc::clone(&machine.host), machine.resources.dir.clone());
+    let (old, disk_mib) = (layer_path(&dir, &record.top), machine.shape.disk_mib);
+    let (next, file) = blocking(move || {
+        let made = super::ground::new_top(&host, &dir, disk_mib)?;
+        File::open(&old).and_then(|file| file.sync_data()).map_err(EngineError::at("flush", &old))?;
+        Ok(made)
+    })
+    .await?;
+    record.next_top = Some(next);
+    record.save(&machine.resources)?;
+    Ok(file)
+}
+
+/// The disk has switched: the old top is a lower layer now.
+fn promote(record: &mut Record) {
+    let Some(next) = record.next_top.take() else { return };
+    let name = std::mem::replace(&mut record.top, next);
+    record.layers.push(Layer { name, format: Format::Qcow2 });
+}
+
+/// Finds out whether a freeze that failed had switched the disk, and makes the record say so.
+pub(super) async fn settle(machine: &Running, record: &mut Record) {
+    if record.next_top.is_none() {
+        return;
+    }
+    match machine.monitor.control.hello().await {
+        Ok((hello, _)) if hello.layers as usize > record.layers.len() => promote(record),
+        Ok(_) => {
+            let next = record.next_top.take().unwrap_or_default();
+            // A file that stays is removed with the machine.
+            if let Err(error) = remove_file(&layer_path(&machine.resources.dir, &next)) {
+                tracing::debug!(%error, "after a failed freeze");
+            }
+        }
+        // The next one asks again, or the machine has ended.
+        Err(error) => tracing::debug!(%error, "after a failed freeze"),
+    }
+    if let Err(error) = record.save(&machine.resources) {
+        tracing::warn!(%error, "after a failed freeze");
+    }
+}
+
+/// Another name for a base file.
+pub(super) fn link(from: &Path, to: &Path) -> Result<()> {
+    fs::hard_link(from, to).map_err(EngineError::at("link", to))
+}

@@ -1,0 +1,144 @@
+//! A monitor process as every engine sees it: watched by descriptor, killed by descriptor.
+//!
+//! Monitors outlive the daemon, so nothing here ends one by being dropped. Standard error is a pipe that we
+//! drain into a small buffer: a monitor that complains without end fills no disk, and when the daemon is gone
+//! its complaints go nowhere.
+
+use crate::{EngineError, Result};
+use keiki_sys::process::Process;
+use std::{
+    path::Path,
+    process::ChildStderr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncReadExt, Interest, unix::AsyncFd},
+    sync::watch,
+    task::JoinHandle,
+    time::timeout,
+};
+
+/// How long a killed monitor may take to be gone: it unmaps its RAM.
+const KILL: Duration = Duration::from_secs(10);
+/// What is kept of a monitor's standard error.
+const STDERR_KEPT: usize = 4096;
+/// Said by QEMU at every start or load, and harmless.
+const HARMLESS: [&str; 2] = ["Expected vmdescription", "is not connected to host network"];
+
+/// A task that ends with its owner.
+pub(crate) struct Task(pub(crate) JoinHandle<()>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// A process whose end is noticed.
+pub(crate) struct Watched {
+    pub(crate) process: Arc<Process>,
+    stderr: Arc<Mutex<Vec<u8>>>,
+    /// How the process ended.
+    ended: watch::Receiver<Option<String>>,
+    _drain: Option<Task>,
+}
+
+impl Watched {
+    /// Watches a process, and drains its standard error if we have it.
+    pub(crate) fn new(process: Arc<Process>, pipe: Option<ChildStderr>) -> Result<Self> {
+        let failed = |source| EngineError::Io { what: "cannot watch the monitor".into(), source };
+        let stderr = Arc::new(Mutex::new(Vec::new()));
+        let drain = match pipe {
+            Some(pipe) => {
+                let pipe = tokio::net::unix::pipe::Receiver::from_owned_fd(pipe.into()).map_err(failed)?;
+                Some(Task(tokio::spawn(drain(pipe, Arc::clone(&stderr)))))
+            }
+            None => None,
+        };
+        let (told, ended) = watch::channel(None);
+        // The safe constructor: its worry, a descriptor that changes while watched, cannot come from `Process`.
+        #[expect(deprecated)]
+        let watched = AsyncFd::with_interest(Arc::clone(&process), Interest::READABLE).map_err(failed)?;
+        // Not aborted with us: whoever dies while nobody looks must still be reaped.
+        tokio::spawn(reap(watched, told));
+        Ok(Self { process, stderr, ended, _drain: drain })
+    }
+
+    /// The last line of what it wrote to standard error.
+    pub(crate) fn complaint(&self) -> Option<String> {
+        let bytes = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = String::from_utf8_lossy(&bytes);
+        let mut lines = text.lines().filter(|line| !line.trim().is_empty());
+        lines
+            .rfind(|line| !HARMLESS.iter().any(|known| line.contains(known)))
+            .map(|line| line.chars().take(400).collect())
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn has_ended(&self) -> Option<String> {
+        let how = self.ended.borrow().clone()?;
+        Some(match self.complaint() {
+            Some(complaint) => format!("{how}: {complaint}"),
+            None => how,
+        })
+    }
+
+    /// Resolves when it has ended.
+    pub(crate) async fn wait(&self) {
+        let mut ended = self.ended.clone();
+        // An error means that the runtime shuts down: nothing more will be known.
+        let _ = ended.wait_for(Option::is_some).await;
+    }
+
+    /// Kills it and waits until it is gone.
+    pub(crate) async fn kill(&self) -> Result<()> {
+        self.process
+            .kill()
+            .map_err(|source| EngineError::Io { what: "cannot kill the monitor".into(), source })?;
+        timeout(KILL, self.wait()).await.map_err(|_| EngineError::Monitor("does not die".into()))
+    }
+}
+
+async fn drain(mut pipe: tokio::net::unix::pipe::Receiver, kept: Arc<Mutex<Vec<u8>>>) {
+    let mut buffer = [0; 1024];
+    while let Ok(count @ 1..) = pipe.read(&mut buffer).await {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(buffer.iter().take(count));
+        let excess = kept.len().saturating_sub(STDERR_KEPT);
+        kept.drain(..excess);
+    }
+}
+
+async fn reap(watched: AsyncFd<Arc<Process>>, told: watch::Sender<Option<String>>) {
+    loop {
+        let ready = watched.readable().await;
+        if let Some(how) = watched.get_ref().try_reap() {
+            told.send_replace(Some(how));
+            return;
+        }
+        match ready {
+            Ok(mut guard) => guard.clear_ready(),
+            Err(_) => return,
+        }
+    }
+}
+
+/// Runs what blocks off the async threads.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?
+}
+
+/// Removes a file. Gone already: no error.
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(EngineError::at("remove", path)(error))
+        }
+        _ => Ok(()),
+    }
+}

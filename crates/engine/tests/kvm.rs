@@ -1,0 +1,536 @@
+//! The engine on `keiki-vmm`, with a guest of a few bytes: wherever `/dev/kvm` opens, also where it is too slow for
+//! Linux. `KEIKI_TEST_VMM` names the monitor, `KEIKI_TEST_STORE` a directory on a file system with reflinks.
+
+use anyhow::{Context, Result, ensure};
+use keiki_engine::{
+    BootSpec, Common, Engine, EngineError, FIRST_USER, Frozen, Machine, Resources, SharingScope, USERS,
+    kvm::{Kvm, KvmConfig},
+};
+use keiki_sys::process::Process;
+use keiki_types::Shape;
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    os::unix::{fs::MetadataExt, net::UnixStream},
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tempfile::TempDir;
+
+const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 64, disk_mib: 16 };
+const PATIENCE: Duration = Duration::from_secs(60);
+type Held = Arc<dyn Frozen>;
+
+/// Counts in its memory and writes each count to the serial port, as eight letters A to P and a line's end.
+#[rustfmt::skip]
+const GUEST: &[u8] = &[
+    0xff, 0x05, 0x00, 0x00, 0x20, 0x00, // again: inc dword [0x200000]
+    0x8b, 0x1d, 0x00, 0x00, 0x20, 0x00, // mov ebx, [0x200000]
+    0xb9, 0x08, 0x00, 0x00, 0x00,       // mov ecx, 8
+    0xba, 0xf8, 0x03, 0x00, 0x00,       // mov edx, 0x3f8
+    0xc1, 0xc3, 0x04,                   // digit: rol ebx, 4
+    0x88, 0xd8,                         // mov al, bl
+    0x24, 0x0f,                         // and al, 15
+    0x04, 0x41,                         // add al, 'A'
+    0xee,                               // out dx, al
+    0x49,                               // dec ecx
+    0x75, 0xf3,                         // jnz digit
+    0xb0, 0x0a,                         // mov al, 10
+    0xee,                               // out dx, al
+    0xb9, 0x20, 0x4e, 0x00, 0x00,       // mov ecx, 20000
+    0x49,                               // wait: dec ecx
+    0x75, 0xfd,                         // jnz wait
+    0xeb, 0xd0,                         // jmp again
+];
+
+/// The guest as an ELF kernel with an entry for PVH, which is 32-bit protected mode.
+fn kernel() -> Vec<u8> {
+    const AT: u64 = 0x100_0000;
+    let segment = |kind: u32, offset: u64, address: u64, len: u64, alignment: u64| {
+        let words = [offset, address, address, len, len, alignment];
+        [&kind.to_le_bytes()[..], &7_u32.to_le_bytes(), &words.map(u64::to_le_bytes).concat()].concat()
+    };
+    let note = [4_u32, 4, 18, u32::from_le_bytes(*b"Xen\0"), AT as u32].map(u32::to_le_bytes).concat();
+    let mut image = b"\x7fELF\x02\x01\x01".to_vec();
+    image.resize(16, 0);
+    image.extend([2_u16, 62].map(u16::to_le_bytes).concat());
+    image.extend(1_u32.to_le_bytes());
+    image.extend([AT, 64, 0].map(u64::to_le_bytes).concat());
+    image.extend(0_u32.to_le_bytes());
+    image.extend([64_u16, 56, 2, 0, 0, 0].map(u16::to_le_bytes).concat());
+    image.extend(segment(1, 512, AT, GUEST.len() as u64, 4096));
+    image.extend(segment(4, 256, 0, note.len() as u64, 4));
+    image.resize(256, 0);
+    image.extend(note);
+    image.resize(512, 0);
+    image.extend(GUEST);
+    image
+}
+
+struct Lab {
+    engine: Kvm,
+    dir: TempDir,
+    count: AtomicU32,
+}
+
+/// None, with a message, where there is nothing to test with.
+fn lab() -> Result<Option<Lab>> {
+    let Some(vmm) = std::env::var_os("KEIKI_TEST_VMM") else {
+        println!("skipped: KEIKI_TEST_VMM does not say where keiki-vmm is");
+        return Ok(None);
+    };
+    if let Err(error) = File::options().read(true).write(true).open("/dev/kvm") {
+        println!("skipped: /dev/kvm does not open ({error})");
+        return Ok(None);
+    }
+    let store = std::env::var_os("KEIKI_TEST_STORE").map_or_else(std::env::temp_dir, PathBuf::from);
+    // Short: a socket's path has at most 107 bytes.
+    let dir = tempfile::Builder::new().prefix("kvm-").tempdir_in(store)?;
+    fs::write(dir.path().join("kernel"), kernel())?;
+    fs::write(dir.path().join("initrd"), b"none")?;
+    File::create(dir.path().join("disk.raw"))?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
+    let engine = Kvm::new(config(vmm.into(), &dir));
+    Ok(Some(Lab { engine, dir, count: AtomicU32::new(0) }))
+}
+
+fn config(binary: PathBuf, dir: &TempDir) -> KvmConfig {
+    KvmConfig { binary, forced: true, common: Common::new(dir.path().join("store")) }
+}
+
+impl Lab {
+    fn fresh(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.dir.path().join(format!("{name}{}", self.count.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir(&dir)?;
+        Ok(dir)
+    }
+
+    fn resources(&self) -> Result<Resources> {
+        let dir = self.fresh("m")?;
+        let run_dir = dir.join("run");
+        fs::create_dir(&run_dir)?;
+        Ok(Resources { dir, run_dir, netns: None })
+    }
+
+    async fn boot(&self) -> Result<Box<dyn Machine>> {
+        let at = |name| self.dir.path().join(name);
+        let spec = BootSpec {
+            shape: SHAPE,
+            kernel: at("kernel"),
+            initrd: at("initrd"),
+            disk: at("disk.raw"),
+            cmdline: String::new(),
+        };
+        Ok(self.engine.boot(&spec, self.resources()?).await?)
+    }
+
+    async fn freeze(&self, machine: &dyn Machine) -> Result<Held> {
+        let image = self.engine.image(&self.fresh("f")?, SHAPE).await?;
+        Ok(machine.freeze(image).await?.0)
+    }
+
+    async fn thaw(&self, frozen: &dyn Frozen) -> Result<Box<dyn Machine>> {
+        let seat = self.engine.seat(frozen.image(), self.resources()?).await?;
+        Ok(frozen.thaw(seat).await?.0)
+    }
+
+    /// The engine of a later process of the node.
+    fn another(&self) -> Result<Kvm> {
+        let vmm = std::env::var_os("KEIKI_TEST_VMM").context("unset meanwhile")?;
+        Ok(Kvm::new(config(vmm.into(), &self.dir)))
+    }
+
+    /// Processes that have something of this test open or mapped.
+    fn processes(&self) -> Result<BTreeSet<u32>> {
+        let mark = self.dir.path().to_string_lossy().into_owned();
+        let mut found = BTreeSet::new();
+        for entry in fs::read_dir("/proc")? {
+            let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+                continue;
+            };
+            let proc = PathBuf::from(format!("/proc/{pid}"));
+            if fs::read_to_string(proc.join("comm")).is_ok_and(|name| name.trim() == "keiki-vmm") {
+                let line = fs::read(proc.join("cmdline")).unwrap_or_default();
+                if String::from_utf8_lossy(&line).contains(&mark) {
+                    found.insert(pid);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    async fn all_gone(&self) -> Result<()> {
+        let begun = Instant::now();
+        while !self.processes()?.is_empty() {
+            ensure!(begun.elapsed() < PATIENCE, "still there: {:?}", self.processes()?);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        for pid in self.processes().unwrap_or_default() {
+            if let Ok(Some(process)) = Process::open(pid) {
+                let _ = process.kill();
+            }
+        }
+    }
+}
+
+/// Counts that the guest wrote to its console.
+async fn counts(machine: &dyn Machine) -> Vec<u32> {
+    let console = machine.console(64 << 10).await;
+    let text = String::from_utf8_lossy(&console);
+    let number = |line: &str| {
+        let digit = |number: u32, letter: u8| number << 4 | u32::from(letter.saturating_sub(b'A'));
+        (line.len() == 8).then(|| line.bytes().fold(0, digit))
+    };
+    text.lines().filter_map(number).collect()
+}
+
+async fn last(machine: &dyn Machine) -> u32 {
+    counts(machine).await.last().copied().unwrap_or(0)
+}
+
+/// Waits until the guest has counted beyond `count`; returns the first count that it wrote.
+async fn beyond(machine: &dyn Machine, count: u32) -> Result<u32> {
+    let begun = Instant::now();
+    loop {
+        let counts = counts(machine).await;
+        if counts.last().is_some_and(|last| *last > count) {
+            return counts.first().copied().context("none");
+        }
+        ensure!(begun.elapsed() < PATIENCE, "it does not count beyond {count}: {counts:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn pid(machine: &dyn Machine) -> Result<u32> {
+    let record: serde_json::Value =
+        serde_json::from_slice(&fs::read(machine.resources().dir.join("machine.json"))?)?;
+    Ok(u32::try_from(record["pid"].as_u64().context("no pid")?)?)
+}
+
+fn status(pid: u32, field: &str) -> Result<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field)).context("no such field")?;
+    Ok(line.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let parent = lab.boot().await?;
+    assert_eq!(beyond(parent.as_ref(), 3).await?, 1, "it begins at one");
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    let instant = last(parent.as_ref()).await;
+    beyond(parent.as_ref(), instant + 3).await?;
+    let mut children = Vec::new();
+    for _ in 0..3 {
+        children.push(lab.thaw(frozen.as_ref()).await?);
+    }
+    // A line may have been cut by the freeze.
+    for child in &children {
+        let first = beyond(child.as_ref(), instant + 2).await?;
+        assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+    }
+    // Of a child, while its parent and the zygote between them go.
+    let grandchild = lab.freeze(children[0].as_ref()).await?;
+    parent.stop().await?;
+    drop(frozen);
+    for child in &children {
+        let count = last(child.as_ref()).await;
+        beyond(child.as_ref(), count + 2).await?;
+    }
+    children[0].stop().await?;
+    let machine = lab.thaw(grandchild.as_ref()).await?;
+    drop(grandchild);
+    beyond(machine.as_ref(), instant + 4).await?;
+    for machine in children.iter().chain([&machine]) {
+        machine.stop().await?;
+        assert_eq!(fs::read_dir(&machine.resources().dir)?.count(), 1, "only the run directory is left");
+        assert_eq!(fs::read_dir(&machine.resources().run_dir)?.count(), 0);
+    }
+    lab.all_gone().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 3).await?;
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    let instant = last(parent.as_ref()).await;
+    parent.stop().await?;
+    let manifest = frozen.persist().await?;
+    let dir = frozen.image().dir.clone();
+    let mut names: Vec<_> = fs::read_dir(&dir)?
+        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+        .collect::<Result<_>>()?;
+    names.sort();
+    assert_eq!(names, ["layers", "manifest.json", "vm.mem", "vm.state"]);
+    assert!(fs::metadata(dir.join("vm.mem"))?.blocks() * 512 < 4 << 20, "zeroes are holes");
+    assert_eq!(keiki_snapshot::open(&dir)?, manifest);
+    drop(frozen);
+    lab.all_gone().await?;
+
+    let load = |scope| lab.engine.load(&dir, scope);
+    let workspace = SharingScope::Workspace("w".into());
+    let stored = load(SharingScope::Node).await?;
+    let again = load(SharingScope::Node).await?;
+    assert_eq!(lab.processes()?.len(), 1, "one zygote for one scope");
+    let other = load(workspace).await?;
+    assert_eq!(lab.processes()?.len(), 2, "another for another");
+    let alone = load(SharingScope::None).await?;
+    let mut users = BTreeSet::new();
+    for (frozen, count) in [(&stored, 2), (&again, 1), (&other, 1), (&alone, 2)] {
+        for _ in 0..count {
+            let machine = lab.thaw(frozen.as_ref()).await?;
+            let first = beyond(machine.as_ref(), instant + 1).await?;
+            assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+            users.insert(status(pid(machine.as_ref())?, "Uid:")?);
+            machine.stop().await?;
+        }
+    }
+    if rustix::process::geteuid().is_root() {
+        assert_eq!(users.len(), 4, "node, workspace, and each that is alone: {users:?}");
+    }
+    // The zygote is killed behind our back: another takes its place.
+    for pid in lab.processes()? {
+        Process::open(pid)?.context("gone")?.kill()?;
+    }
+    lab.all_gone().await?;
+    let machine = lab.thaw(stored.as_ref()).await?;
+    // A second generation of files, over the first.
+    let second = lab.freeze(machine.as_ref()).await?;
+    second.persist().await?;
+    let loaded = lab.engine.load(&second.image().dir, SharingScope::Node).await?;
+    fs::remove_dir_all(&dir)?;
+    let grandchild = lab.thaw(loaded.as_ref()).await?;
+    beyond(grandchild.as_ref(), instant + 2).await?;
+    machine.stop().await?;
+    grandchild.stop().await?;
+    lab.engine.close().await;
+    lab.all_gone().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    beyond(machine.as_ref(), 2).await?;
+    let frozen = lab.freeze(machine.as_ref()).await?;
+    let child = lab.thaw(frozen.as_ref()).await?;
+    let lost = lab.thaw(frozen.as_ref()).await?;
+    let [one, two, three] = [&machine, &child, &lost].map(|machine| machine.resources().clone());
+    child.pause().await?;
+    let lost_pid = pid(lost.as_ref())?;
+    drop((machine, child, lost, frozen));
+    fs::remove_file(three.dir.join("machine.json"))?;
+
+    let engine = lab.another()?;
+    let machine = engine.adopt(&one).await?.context("not found")?;
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 2).await?;
+    let child = engine.adopt(&two).await?.context("its child was not found")?;
+    let count = last(child.as_ref()).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(last(child.as_ref()).await, count, "its user had paused it");
+    child.resume().await?;
+    beyond(child.as_ref(), count + 1).await?;
+    assert!(engine.adopt(&three).await?.is_none());
+    assert_eq!(fs::read_dir(&three.dir)?.count(), 1);
+    let image = engine.image(&lab.fresh("f")?, SHAPE).await?;
+    let (frozen, report) = machine.freeze(image).await?;
+    assert!(report.vcpu_pause > Duration::ZERO && !report.steps.0.is_empty());
+    let memory = machine.memory().await?;
+    assert!(memory.rss_bytes >= memory.pss_bytes && memory.guest_bytes == 64 << 20, "{memory:?}");
+    let again = frozen.thaw(engine.seat(frozen.image(), lab.resources()?).await?).await?.0;
+    drop(frozen);
+    for machine in [machine, child, again] {
+        machine.stop().await?;
+    }
+    assert!(!lab.processes()?.contains(&lost_pid));
+    lab.all_gone().await
+}
+
+/// The record says that a freeze was about to switch the disk; the machine knows whether it did.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_freeze_cut_short_is_mended() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    let resources = machine.resources().clone();
+    let path = resources.dir.join("machine.json");
+    let before = fs::read(&path)?;
+    drop(lab.freeze(machine.as_ref()).await?);
+    let after: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    drop(machine);
+    let mut record: serde_json::Value = serde_json::from_slice(&before)?;
+    record["next_top"] = after["top"].clone();
+    fs::write(&path, record.to_string())?;
+    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let mended: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    assert_eq!(mended, after, "it had switched");
+    drop(machine);
+    record = after.clone();
+    record["next_top"] = "0123.qcow2".into();
+    fs::write(resources.dir.join("layers/0123.qcow2"), "")?;
+    fs::write(&path, record.to_string())?;
+    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let mended: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    assert_eq!(mended, after, "it had not");
+    assert!(!resources.dir.join("layers/0123.qcow2").exists());
+    machine.stop().await?;
+    lab.all_gone().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_disk_chain_becomes_short() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    let layers = |machine: &dyn Machine| -> Result<usize> {
+        let text = fs::read(machine.resources().dir.join("machine.json"))?;
+        let record: serde_json::Value = serde_json::from_slice(&text)?;
+        Ok(record["layers"].as_array().context("no layers")?.len())
+    };
+    let mut frozen = lab.freeze(machine.as_ref()).await?;
+    for _ in 0..12 {
+        frozen = lab.freeze(machine.as_ref()).await?;
+    }
+    let begun = Instant::now();
+    while layers(machine.as_ref())? > 8 {
+        ensure!(begun.elapsed() < PATIENCE, "{} layers", layers(machine.as_ref())?);
+        // One that came too late for the last freeze is made by the next.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        frozen = lab.freeze(machine.as_ref()).await?;
+    }
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 1).await?;
+    let child = lab.thaw(frozen.as_ref()).await?;
+    beyond(child.as_ref(), count).await?;
+    // Generations one after the other: a lineage begins anew before the kernel has to walk too far.
+    let mut machine = {
+        machine.stop().await?;
+        child
+    };
+    for _ in 0..36 {
+        let frozen = lab.freeze(machine.as_ref()).await?;
+        let next = lab.thaw(frozen.as_ref()).await?;
+        machine.stop().await?;
+        machine = next;
+    }
+    beyond(machine.as_ref(), count + 2).await?;
+    machine.stop().await?;
+    drop(frozen);
+    lab.engine.close().await;
+    lab.all_gone().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_leaves_nothing() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    beyond(machine.as_ref(), 1).await?;
+    let frozen = lab.freeze(machine.as_ref()).await?;
+    // A seat that is given up, one that is dropped, one whose address is taken meanwhile.
+    let [one, two, three] = [lab.resources()?, lab.resources()?, lab.resources()?];
+    let seat = lab.engine.seat(frozen.image(), one.clone()).await?;
+    assert!(seat.is_alive());
+    seat.cancel().await;
+    drop(lab.engine.seat(frozen.image(), two.clone()).await?);
+    let seat = lab.engine.seat(frozen.image(), three.clone()).await?;
+    fs::remove_file(three.run_dir.join("control.sock"))?;
+    let thawed = frozen.thaw(seat).await.map(drop).map_err(|error| error.to_string());
+    assert!(thawed.is_err(), "{thawed:?}");
+    for resources in [&one, &two, &three] {
+        assert_eq!(fs::read_dir(&resources.dir)?.count(), 1, "{}", resources.dir.display());
+        assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
+    }
+    // A kernel that is none, a state that is damaged in a way that only its reader can see.
+    fs::write(lab.dir.path().join("kernel"), "no kernel")?;
+    let booted = lab.boot().await.map(drop).map_err(|error| format!("{error:#}"));
+    assert!(booted.as_ref().is_err_and(|why| why.contains("kernel")), "{booted:?}");
+    let mut manifest = frozen.persist().await?;
+    let dir = frozen.image().dir.clone();
+    let mut state = fs::read(dir.join("vm.state"))?;
+    state[8] ^= 0xff;
+    fs::write(dir.join("vm.state"), &state)?;
+    manifest.state.blake3 = blake3::hash(&state).to_hex().to_string();
+    keiki_snapshot::write_manifest(&dir, &manifest)?;
+    let loaded = lab.engine.load(&dir, SharingScope::Node).await.map(drop);
+    assert!(matches!(&loaded, Err(EngineError::Refused { dir: of, .. }) if *of == dir), "{loaded:?}");
+    manifest.made_by.engine = keiki_types::EngineKind::Qemu;
+    keiki_snapshot::write_manifest(&dir, &manifest)?;
+    let loaded = lab.engine.load(&dir, SharingScope::Node).await.map(drop).map_err(|error| error.to_string());
+    assert!(loaded.is_err_and(|why| why.contains("made by engine qemu, this is kvm")));
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 1).await?;
+    machine.stop().await?;
+    let ended = machine.freeze(lab.engine.image(&lab.fresh("f")?, SHAPE).await?).await.map(drop);
+    assert!(ended.is_err(), "{ended:?}");
+    drop(frozen);
+    lab.engine.close().await;
+    lab.all_gone().await
+}
+
+/// A monitor has a user that no other lineage has, and no file that it could write but its own.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root jails");
+        return Ok(());
+    }
+    let machine = lab.boot().await?;
+    let other = lab.boot().await?;
+    let frozen = lab.freeze(machine.as_ref()).await?;
+    let child = lab.thaw(frozen.as_ref()).await?;
+    let user = |machine: &dyn Machine| status(pid(machine)?, "Uid:");
+    assert_eq!(user(machine.as_ref())?, user(child.as_ref())?, "relatives share a user");
+    assert_ne!(user(machine.as_ref())?, user(other.as_ref())?);
+    let id: u32 = user(child.as_ref())?.split(' ').next().context("no user")?.parse()?;
+    assert!((FIRST_USER..FIRST_USER + USERS).contains(&id));
+    for machine in [&machine, &child] {
+        let pid = pid(machine.as_ref())?;
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            assert_eq!(status(pid, set)?, "0000000000000000", "{set}");
+        }
+        assert_eq!((status(pid, "NoNewPrivs:")?, status(pid, "Seccomp:")?), ("1".into(), "2".into()));
+        let dir = machine.resources().dir.clone();
+        for layer in fs::read_dir(dir.join("layers"))? {
+            let meta = layer?.metadata()?;
+            assert_eq!(meta.uid(), 0, "layers are root's");
+        }
+        UnixStream::connect(machine.agent_socket())?;
+    }
+    // Of its base files it can write none: the layer that both have is not the inode that the parent wrote.
+    let writable = writable(pid(machine.as_ref())?)?;
+    for entry in fs::read_dir(frozen.image().dir.join("layers"))? {
+        let meta = entry?.metadata()?;
+        assert!(!writable.contains(&meta.ino()), "a base file that its writer can still write");
+    }
+    for machine in [machine, other, child] {
+        machine.stop().await?;
+    }
+    Ok(())
+}
+
+/// Inodes of regular files that the process has open for writing.
+fn writable(pid: u32) -> Result<BTreeSet<u64>> {
+    let mut files = BTreeSet::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        let Ok(meta) = fs::metadata(entry.path()) else { continue };
+        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_string_lossy()))?;
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).context("no flags")?;
+        if meta.is_file() && u32::from_str_radix(flags.trim(), 8)? & 3 != 0 {
+            files.insert(meta.ino());
+        }
+    }
+    Ok(files)
+}

@@ -1,0 +1,132 @@
+//! TCP ports that something listens on, from what the kernel shows in `/proc`.
+//!
+//! The tables of sockets say address, port and inode; whose socket it is stands in the descriptors of processes.
+//! That search is bounded: a port whose owner is not found among so many has no name.
+
+use keiki_protocol::guest::{ListPortsReply, ListeningPort};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs, io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+/// Ports that are told of.
+const MOST: usize = 1024;
+/// Descriptors looked at for owners.
+const DESCRIPTORS: usize = 20_000;
+/// `TCP_LISTEN`, as the tables write it.
+const LISTEN: &str = "0A";
+
+/// A socket that listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Socket {
+    address: IpAddr,
+    port: u16,
+    inode: u64,
+}
+
+/// All of them, one entry for each port and address.
+pub fn list() -> io::Result<ListPortsReply> {
+    let mut sockets = parse(&fs::read_to_string("/proc/net/tcp")?);
+    // A kernel without IPv6 has no such file.
+    sockets.extend(parse(&fs::read_to_string("/proc/net/tcp6").unwrap_or_default()));
+    let owners = owners(&sockets);
+    let mut ports = BTreeMap::new();
+    for socket in sockets {
+        let (pid, process) = owners.get(&socket.inode).cloned().unwrap_or_default();
+        // Workers that share a port: the first is enough.
+        ports.entry((socket.port, socket.address)).or_insert(ListeningPort {
+            port: socket.port.into(),
+            address: socket.address.to_string(),
+            pid,
+            process,
+        });
+    }
+    Ok(ListPortsReply { ports: ports.into_values().take(MOST).collect() })
+}
+
+fn parse(table: &str) -> Vec<Socket> {
+    table.lines().skip(1).filter_map(socket).collect()
+}
+
+/// `sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode …`
+fn socket(line: &str) -> Option<Socket> {
+    let mut fields = line.split_ascii_whitespace();
+    let local = fields.nth(1)?;
+    let state = fields.nth(1)?;
+    let inode = fields.nth(5)?.parse().ok()?;
+    if state != LISTEN {
+        return None;
+    }
+    let (address, port) = local.split_once(':')?;
+    Some(Socket { address: parse_address(address)?, port: u16::from_str_radix(port, 16).ok()?, inode })
+}
+
+/// Words of 32 bits, each in the order of this machine's bytes.
+fn parse_address(text: &str) -> Option<IpAddr> {
+    let word = |at: usize| u32::from_str_radix(text.get(at..at + 8)?, 16).ok();
+    match text.len() {
+        8 => Some(Ipv4Addr::from(word(0)?.to_ne_bytes()).into()),
+        32 => {
+            let mut bytes = [0; 16];
+            for (at, part) in bytes.chunks_exact_mut(4).enumerate() {
+                part.copy_from_slice(&word(at * 8)?.to_ne_bytes());
+            }
+            Some(Ipv6Addr::from(bytes).into())
+        }
+        _ => None,
+    }
+}
+
+/// Number and name of the process behind each socket.
+fn owners(sockets: &[Socket]) -> HashMap<u64, (u32, String)> {
+    let mut wanted: HashMap<String, u64> =
+        sockets.iter().map(|socket| (format!("socket:[{}]", socket.inode), socket.inode)).collect();
+    let mut owners = HashMap::new();
+    let mut left = DESCRIPTORS;
+    let Ok(processes) = fs::read_dir("/proc") else { return owners };
+    let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    for pid in pids {
+        if wanted.is_empty() || left == 0 {
+            break;
+        }
+        let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
+        for descriptor in descriptors.flatten().take(left) {
+            left -= 1;
+            let target = fs::read_link(descriptor.path()).unwrap_or_default();
+            if let Some(inode) = target.to_str().and_then(|target| wanted.remove(target)) {
+                let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+                owners.insert(inode, (pid, name.trim_end().to_owned()));
+            }
+        }
+    }
+    owners
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{list, parse};
+    use std::net::TcpListener;
+
+    #[test]
+    fn tables_are_read() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
+            \x20  0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100\n\
+            \x20  1: 0100007F:1F40 0100007F:9C40 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100\n\
+            \x20  2: 00000000000000000000000001000000:0050 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 9 1\n\
+            \x20  3: 0100:0050 x 0A 0:0 0:0 0 0 0 9\n\
+            nonsense\n";
+        let found: Vec<_> = parse(table).iter().map(|s| (s.address.to_string(), s.port, s.inode)).collect();
+        assert_eq!(found, [("127.0.0.1".to_owned(), 8000, 4711), ("::1".to_owned(), 80, 9)]);
+    }
+
+    #[test]
+    fn a_listener_is_found_with_its_owner() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let found = list().unwrap().ports;
+        let ours = found.iter().find(|found| found.port == u32::from(port)).unwrap();
+        assert_eq!((ours.address.as_str(), ours.pid), ("127.0.0.1", std::process::id()));
+        assert!(!ours.process.is_empty());
+    }
+}

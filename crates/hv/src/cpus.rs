@@ -1,0 +1,281 @@
+//! vCPU threads: running, or parked.
+//!
+//! ```text
+//!            run()                     a vCPU cannot go on
+//!  parked ──────────> running ───────────────────────────> ended
+//!     ▲                  │
+//!     └──── park() ──────┘
+//! ```
+//!
+//! A running thread holds its vCPU; a parked one has settled it (see [`Vcpu::settle`]), given it back and waits.
+//! So whoever parked them may look into every vCPU, and fork.
+#![allow(unsafe_code)]
+
+use crate::{Bus, End, Error, Exit, Result, Vcpu, state::VcpuState};
+use std::{
+    io,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, Once, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+/// Bytes of a vCPU thread's stack.
+const STACK: usize = 256 << 10;
+/// How often a thread that did not stop is told again.
+const KICK_AGAIN: Duration = Duration::from_millis(20);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    Run,
+    Park,
+    Leave,
+}
+
+#[derive(Debug)]
+struct State {
+    wanted: Wanted,
+    parked: usize,
+    ended: Option<End>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    bus: Arc<dyn Bus>,
+    on_end: Box<dyn Fn() + Send + Sync>,
+}
+
+/// A vCPU, and how to make its thread leave the guest.
+#[derive(Clone)]
+struct Seat {
+    vcpu: Arc<Mutex<Vcpu>>,
+    flag: Flag,
+}
+
+/// `immediate_exit` of a vCPU's `kvm_run`. Valid as long as the vCPU, which is in the same [`Seat`].
+#[derive(Clone, Copy)]
+struct Flag(*const AtomicU8);
+
+// SAFETY: the byte is only accessed atomically.
+unsafe impl Send for Flag {}
+// SAFETY: as above.
+unsafe impl Sync for Flag {}
+
+impl Flag {
+    fn set(self, value: u8) {
+        // SAFETY: the mapping lives as long as the vCPU, which every holder of this flag holds too.
+        unsafe { &*self.0 }.store(value, Ordering::SeqCst);
+    }
+}
+
+/// All vCPUs of a machine, each with its thread.
+pub struct Cpus {
+    shared: Arc<Shared>,
+    seats: Vec<Seat>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Cpus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cpus").field("count", &self.seats.len()).finish_non_exhaustive()
+    }
+}
+
+impl Cpus {
+    /// Starts a thread for each vCPU, parked. `on_end` is called, on its thread, when one cannot go on.
+    ///
+    /// # Errors
+    /// Those of starting threads.
+    pub fn start(
+        vcpus: Vec<Vcpu>,
+        bus: Arc<dyn Bus>,
+        on_end: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self> {
+        install_kick()?;
+        let state = Mutex::new(State { wanted: Wanted::Park, parked: 0, ended: None });
+        let on_end = Box::new(on_end);
+        let shared = Arc::new(Shared { state, changed: Condvar::new(), bus, on_end });
+        let mut cpus = Self { shared, seats: Vec::new(), threads: Vec::new() };
+        for mut vcpu in vcpus {
+            let flag = Flag(vcpu.immediate_exit());
+            let seat = Seat { vcpu: Arc::new(Mutex::new(vcpu)), flag };
+            cpus.seats.push(seat.clone());
+            let shared = cpus.shared.clone();
+            let thread = std::thread::Builder::new()
+                .name(format!("vcpu{}", cpus.threads.len()))
+                .stack_size(STACK)
+                .spawn(move || serve(&seat, &shared))
+                .map_err(Error::io("starting a vCPU thread"))?;
+            cpus.threads.push(thread);
+        }
+        cpus.wait_parked(Duration::from_secs(5))?;
+        Ok(cpus)
+    }
+
+    /// Lets them run. Running already: nothing.
+    pub fn run(&self) {
+        self.want(Wanted::Run);
+    }
+
+    /// Parks them. Parked already: nothing. On error they run again.
+    ///
+    /// # Errors
+    /// If one does not stop within `most`.
+    pub fn park(&self, most: Duration) -> Result<()> {
+        self.want(Wanted::Park);
+        self.wait_parked(most).inspect_err(|_| self.want(Wanted::Run))
+    }
+
+    /// Are they parked?
+    #[must_use]
+    pub fn is_parked(&self) -> bool {
+        let state = self.state();
+        state.wanted == Wanted::Park && state.parked == self.seats.len()
+    }
+
+    /// Why the machine cannot go on, if so.
+    #[must_use]
+    pub fn ended(&self) -> Option<End> {
+        self.state().ended.clone()
+    }
+
+    /// The state of each. They must be parked.
+    ///
+    /// # Errors
+    /// If they are not, and those of [`Vcpu::save`].
+    pub fn save(&self) -> Result<Vec<VcpuState>> {
+        self.each(|vcpu| vcpu.save())
+    }
+
+    /// Something for each of them. They must be parked.
+    ///
+    /// # Errors
+    /// If they are not, and those of `what`.
+    pub fn each<T>(&self, mut what: impl FnMut(&mut Vcpu) -> Result<T>) -> Result<Vec<T>> {
+        if !self.is_parked() {
+            return Err(Error::State("the vCPUs run".into()));
+        }
+        self.seats.iter().map(|seat| what(&mut lock(&seat.vcpu))).collect()
+    }
+
+    fn want(&self, wanted: Wanted) {
+        self.state().wanted = wanted;
+        match wanted {
+            Wanted::Run => self.shared.changed.notify_all(),
+            Wanted::Park => self.kick(),
+            Wanted::Leave => {
+                self.shared.changed.notify_all();
+                self.kick();
+            }
+        }
+    }
+
+    /// Whatever a thread does now, it will see what is wanted. In the guest: the signal makes it leave. About to
+    /// enter: `immediate_exit` makes it leave. It clears that flag before it looks what is wanted, never after.
+    fn kick(&self) {
+        use std::os::unix::thread::JoinHandleExt;
+        for (seat, thread) in self.seats.iter().zip(&self.threads) {
+            seat.flag.set(1);
+            // SAFETY: the thread was not joined: that happens in `drop` only, and nothing is kicked afterwards.
+            unsafe { libc::pthread_kill(thread.as_pthread_t(), libc::SIGRTMIN()) };
+        }
+    }
+
+    fn wait_parked(&self, most: Duration) -> Result<()> {
+        let started = Instant::now();
+        let mut state = self.state();
+        while state.parked < self.seats.len() {
+            if started.elapsed() >= most {
+                let running = self.seats.len() - state.parked;
+                return Err(Error::Park(running, self.seats.len(), most.as_millis()));
+            }
+            let wait = self.shared.changed.wait_timeout(state, KICK_AGAIN);
+            let (next, waited) = wait.unwrap_or_else(PoisonError::into_inner);
+            state = next;
+            if waited.timed_out() {
+                drop(state);
+                self.kick();
+                state = self.state();
+            }
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.shared.state)
+    }
+}
+
+impl Drop for Cpus {
+    fn drop(&mut self) {
+        self.want(Wanted::Leave);
+        let started = Instant::now();
+        for thread in std::mem::take(&mut self.threads) {
+            while !thread.is_finished() && started.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if thread.is_finished() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// What a vCPU thread does.
+fn serve(seat: &Seat, shared: &Shared) {
+    loop {
+        let mut state = lock(&shared.state);
+        state.parked += 1;
+        shared.changed.notify_all();
+        while state.wanted == Wanted::Park || state.wanted == Wanted::Run && state.ended.is_some() {
+            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.wanted == Wanted::Leave {
+            return;
+        }
+        state.parked -= 1;
+        drop(state);
+        let mut vcpu = lock(&seat.vcpu);
+        let end = loop {
+            match vcpu.run(&*shared.bus) {
+                Exit::Served => {}
+                Exit::Interrupted => break vcpu.settle(&*shared.bus).err(),
+                Exit::End(end) => break Some(end),
+            }
+        };
+        drop(vcpu);
+        if let Some(end) = end {
+            lock(&shared.state).ended.get_or_insert(end);
+            (shared.on_end)();
+        }
+    }
+}
+
+/// A guard whatever happened to the last holder: a panic ends the process (`panic = "abort"`), or a test.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Handles the signal that makes `KVM_RUN` return, by nothing. Early in the life of a process: all its copies inherit it, so the
+/// signal, the only one that relatives may send each other, never ends one.
+///
+/// # Errors
+/// That of the call.
+pub fn install_kick() -> Result<()> {
+    extern "C" fn nothing(_: libc::c_int) {}
+    static ONCE: Once = Once::new();
+    let mut result = Ok(());
+    ONCE.call_once(|| {
+        // SAFETY: all zeroes is an empty action; the fields that matter are set next.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+        // SAFETY: the action is complete and its handler does nothing.
+        if unsafe { libc::sigaction(libc::SIGRTMIN(), &raw const action, std::ptr::null_mut()) } != 0 {
+            result = Err(Error::Call("sigaction", io::Error::last_os_error()));
+        }
+    });
+    result
+}

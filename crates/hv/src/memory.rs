@@ -1,0 +1,356 @@
+//! Guest RAM: one private mapping, over nothing or over a file that nobody ever writes.
+//!
+//! ```text
+//!  guest     0 ─────────── 3 GiB   (hole: devices)   4 GiB ──────────── ...
+//!            └── span 0 ──┘                          └── span 1 ──┘
+//!  vm.mem    0 ─────────── 3 GiB ─────────────────── size            (no hole)
+//! ```
+//!
+//! Memory belongs to the process alone (`MAP_PRIVATE`): fork(2) copies it on write, and over a file a write
+//! makes a page private. What is private now is therefore all that differs from the file, with one exception:
+//! a block that was discarded. `MADV_DONTNEED` on a mapping of a file would show the file again (DESIGN finding 5), so
+//! a discarded block is replaced by fresh anonymous memory, and remembered: pages that it does not have are
+//! zeroes, not the file's.
+#![allow(unsafe_code)]
+
+use crate::{Error, Result};
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::fd::AsRawFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+use vm_memory::{
+    GuestAddress, GuestMemoryMmap, GuestRegionMmap,
+    mmap::{MmapRegion, MmapRegionBuilder},
+};
+
+/// Where devices live below 4 GiB: no RAM.
+pub const HOLE: Range<u64> = 3 << 30..4 << 30;
+/// Memory is discarded in blocks of this size where it lies over a file: each costs the kernel a mapping.
+pub const BLOCK: u64 = 2 << 20;
+const PAGE: u64 = keiki_sys::pages::PAGE;
+const MIN: u64 = 1 << 20;
+const MAX: u64 = 64 << 30;
+
+/// Guest memory as devices and loaders see it.
+pub type Memory = GuestMemoryMmap<()>;
+
+/// Whether the kernel is asked for huge pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HugePages {
+    /// Not asked.
+    #[default]
+    No,
+    /// `MADV_HUGEPAGE`.
+    Advise,
+}
+
+/// A contiguous part of guest RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Address in the guest.
+    pub guest: u64,
+    /// Address in this process.
+    pub host: u64,
+    /// Offset in a memory file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// The spans of RAM of this size, with no address in this process yet.
+///
+/// # Errors
+/// If the size is not possible.
+pub fn layout(size: u64) -> Result<Vec<Span>> {
+    if !(MIN..=MAX).contains(&size) || !size.is_multiple_of(PAGE) {
+        return Err(Error::Size(size));
+    }
+    let low = size.min(HOLE.start);
+    let mut spans = vec![Span { guest: 0, host: 0, offset: 0, len: low }];
+    if size > low {
+        spans.push(Span { guest: HOLE.end, host: 0, offset: low, len: size - low });
+    }
+    Ok(spans)
+}
+
+/// All RAM of one machine. A clone is the same memory.
+#[derive(Debug, Clone)]
+pub struct GuestRam {
+    memory: Memory,
+    spans: Vec<Span>,
+    size: u64,
+    /// A bit for each block: set while it lies over a file.
+    over_file: Arc<[AtomicU64]>,
+}
+
+impl GuestRam {
+    /// RAM of zeroes.
+    ///
+    /// # Errors
+    /// If the size is not possible, or those of mapping.
+    pub fn anonymous(size: u64, huge: HugePages) -> Result<Self> {
+        let mut spans = layout(size)?;
+        let mut regions = Vec::new();
+        for span in &mut spans {
+            let region = MmapRegionBuilder::<()>::new(bytes(span.len))
+                .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+                .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+                .build()
+                .map_err(|error| Error::Call("mapping guest memory", io::Error::other(error)))?;
+            span.host = region.as_ptr() as u64;
+            regions.push(guest_region(region, span.guest)?);
+        }
+        let memory = Memory::from_regions(regions)
+            .map_err(|error| Error::Call("laying out guest memory", io::Error::other(error)))?;
+        let words = size.div_ceil(BLOCK).div_ceil(64);
+        let over_file = (0..words).map(|_| AtomicU64::new(0)).collect();
+        let ram = Self { memory, spans, size, over_file };
+        if huge == HugePages::Advise {
+            for span in ram.spans.clone() {
+                ram.advise(span.host..span.host + span.len, libc::MADV_HUGEPAGE)
+                    .map_err(Error::io("asking for huge pages"))?;
+            }
+        }
+        Ok(ram)
+    }
+
+    /// RAM that shows `file`, privately: what is written stays in this process. The descriptor is not needed
+    /// afterwards.
+    ///
+    /// # Errors
+    /// If the file's size is not possible, or those of mapping.
+    pub fn over(file: &File) -> Result<Self> {
+        let size = file.metadata().map_err(Error::io("looking at the memory file"))?.len();
+        let ram = Self::anonymous(size, HugePages::No)?;
+        for span in &ram.spans {
+            map_fixed(span.host, span.len, Some((file, span.offset)))
+                .map_err(Error::io("mapping the memory file"))?;
+        }
+        for block in 0..size.div_ceil(BLOCK) {
+            ram.word(block).fetch_or(1 << (block % 64), Ordering::Relaxed);
+        }
+        Ok(ram)
+    }
+
+    /// As devices and loaders see it.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Its parts, in order.
+    #[must_use]
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Frees what it can of `len` bytes at guest address `at`, which read as zeroes then. Returns how many bytes
+    /// it freed: over a file whole blocks only, elsewhere whole pages. What lies outside of RAM is left alone.
+    ///
+    /// # Errors
+    /// Those of mapping; some of the range may be freed then.
+    pub fn discard(&self, at: u64, len: u64) -> io::Result<u64> {
+        let asked = at..at.saturating_add(len);
+        let mut freed = 0;
+        for span in &self.spans {
+            let from = asked.start.clamp(span.guest, span.guest + span.len).next_multiple_of(PAGE);
+            let to = asked.end.clamp(span.guest, span.guest + span.len) / PAGE * PAGE;
+            if from < to {
+                freed +=
+                    self.discard_in(span, from - span.guest + span.offset..to - span.guest + span.offset)?;
+            }
+        }
+        Ok(freed)
+    }
+
+    fn discard_in(&self, span: &Span, range: Range<u64>) -> io::Result<u64> {
+        let mut freed = 0;
+        let mut at = range.start;
+        while at < range.end {
+            let block = at / BLOCK;
+            let whole = block * BLOCK..((block + 1) * BLOCK).min(span.offset + span.len);
+            let part = at..whole.end.min(range.end);
+            let host = span.host + (part.start - span.offset);
+            let len = part.end - part.start;
+            if !self.is_over_file(block) {
+                self.advise(host..host + len, libc::MADV_DONTNEED)?;
+                freed += len;
+            } else if part == whole {
+                map_fixed(host, len, None)?;
+                self.word(block).fetch_and(!(1 << (block % 64)), Ordering::Relaxed);
+                freed += len;
+            }
+            at = part.end;
+        }
+        Ok(freed)
+    }
+
+    /// The parts of a memory file that RAM no longer shows: blocks discarded since it was mapped.
+    #[must_use]
+    pub fn detached(&self) -> Vec<Range<u64>> {
+        let mut found: Vec<Range<u64>> = Vec::new();
+        for block in (0..self.size.div_ceil(BLOCK)).filter(|block| !self.is_over_file(*block)) {
+            let range = block * BLOCK..((block + 1) * BLOCK).min(self.size);
+            match found.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => found.push(range),
+            }
+        }
+        found
+    }
+
+    /// Makes pages of these parts of the memory file present, without changing them.
+    ///
+    /// # Errors
+    /// Those of the call. Memory is right all the same, only slower.
+    pub fn populate(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        for span in &self.spans {
+            for range in ranges {
+                let from = range.start.clamp(span.offset, span.offset + span.len) / PAGE * PAGE;
+                let to = range.end.clamp(span.offset, span.offset + span.len).next_multiple_of(PAGE);
+                if from < to {
+                    let host = span.host + (from - span.offset);
+                    self.advise(host..host + (to - from), libc::MADV_POPULATE_READ)?;
+                }
+            }
+        }
+        self.anchor();
+        Ok(())
+    }
+
+    /// Makes one page of each span private. fork(2) copies the page tables of a mapping of a file only if it has
+    /// such a page (DESIGN finding 8); without one every copy would take its page faults anew.
+    fn anchor(&self) {
+        use std::sync::atomic::AtomicU8;
+        for span in &self.spans {
+            // SAFETY: the first byte of a span lies in a mapping that lives as long as `self`, and is only ever
+            // accessed by the guest, by volatile accesses of devices, and by this atomic addition of nothing.
+            let byte = unsafe { AtomicU8::from_ptr(span.host as *mut u8) };
+            byte.fetch_add(0, Ordering::Relaxed);
+        }
+    }
+
+    fn is_over_file(&self, block: u64) -> bool {
+        self.word(block).load(Ordering::Relaxed) & 1 << (block % 64) != 0
+    }
+
+    fn word(&self, block: u64) -> &AtomicU64 {
+        let last = self.over_file.len() - 1;
+        &self.over_file[bytes(block / 64).min(last)]
+    }
+
+    fn advise(&self, host: Range<u64>, advice: libc::c_int) -> io::Result<()> {
+        debug_assert!(self.spans.iter().any(|s| s.host <= host.start && host.end <= s.host + s.len));
+        // SAFETY: the range lies in a span, whose mapping lives as long as `self`. Advice changes what the guest's
+        // memory holds at most, and that is never a Rust reference.
+        let done = unsafe { libc::madvise(host.start as *mut _, bytes(host.end - host.start), advice) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+/// On x86-64 they are the same size.
+#[allow(clippy::cast_possible_truncation)]
+pub(crate) const fn bytes(n: u64) -> usize {
+    n as usize
+}
+
+fn guest_region(region: MmapRegion, at: u64) -> Result<GuestRegionMmap> {
+    GuestRegionMmap::new(region, GuestAddress(at)).ok_or(Error::Size(at))
+}
+
+/// Replaces a part of a span: by a private view of a file, or by fresh zero memory.
+fn map_fixed(host: u64, len: u64, over: Option<(&File, u64)>) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let (flags, fd, offset) = match over {
+        Some((file, offset)) => (flags, file.as_raw_fd(), offset),
+        None => (flags | libc::MAP_ANONYMOUS, -1, 0),
+    };
+    let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: callers give a part of a span, which this process mapped for guest memory and nothing else; what was
+    // there is guest memory too, of which there are no Rust references.
+    let at = unsafe { libc::mmap(host as *mut _, bytes(len), prot, flags, fd, offset) };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use vm_memory::Bytes;
+
+    fn ones(size: u64) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![1; bytes(size)]).unwrap();
+        file
+    }
+
+    fn byte(ram: &GuestRam, at: u64) -> u8 {
+        ram.memory().read_obj(GuestAddress(at)).unwrap()
+    }
+
+    #[test]
+    fn the_hole_is_left_out() {
+        assert_eq!(layout(3 << 30).unwrap().len(), 1);
+        let five = layout(5 << 30).unwrap();
+        assert_eq!((five[0].guest, five[0].len), (0, 3 << 30));
+        assert_eq!((five[1].guest, five[1].offset, five[1].len), (4 << 30, 3 << 30, 2 << 30));
+        for wrong in [0, 4096, (1 << 20) + 1, MAX + 4096, u64::MAX] {
+            assert!(matches!(layout(wrong), Err(Error::Size(size)) if size == wrong));
+        }
+        let ram = GuestRam::anonymous(5 << 30, HugePages::No).unwrap();
+        ram.memory().write_obj(7_u8, GuestAddress((6 << 30) - 1)).unwrap();
+        assert!(ram.memory().write_obj(7_u8, GuestAddress(HOLE.start)).is_err());
+        assert!(ram.memory().write_obj(7_u8, GuestAddress(6 << 30)).is_err());
+    }
+
+    #[test]
+    fn writes_stay_private() {
+        let file = ones(4 << 20);
+        let (a, b) = (GuestRam::over(&file).unwrap(), GuestRam::over(&file).unwrap());
+        a.memory().write_obj(9_u8, GuestAddress(5)).unwrap();
+        assert_eq!((byte(&a, 5), byte(&b, 5)), (9, 1));
+        assert_eq!(byte(&GuestRam::over(&file).unwrap(), 5), 1);
+    }
+
+    #[test]
+    fn discarded_memory_is_zero_and_never_the_base_again() {
+        let ram = GuestRam::over(&ones(9 << 20)).unwrap();
+        // Two whole blocks and parts of two others: only the whole ones go.
+        let freed = ram.discard((2 << 20) - 4096, (4 << 20) + 8192).unwrap();
+        assert_eq!(freed, 4 << 20);
+        assert_eq!(ram.detached().as_slice(), std::slice::from_ref(&(2 << 20..6 << 20)));
+        assert_eq!(byte(&ram, (2 << 20) - 1), 1);
+        assert!([2_u64 << 20, 4 << 20, (6 << 20) - 1].iter().all(|at| byte(&ram, *at) == 0));
+        assert_eq!(byte(&ram, 6 << 20), 1);
+        // A block that is detached is discarded by pages.
+        ram.memory().write_obj(3_u8, GuestAddress(3 << 20)).unwrap();
+        assert_eq!(ram.discard((3 << 20) + 1, 4095).unwrap(), 0);
+        assert_eq!(ram.discard(3 << 20, 4096).unwrap(), 4096);
+        assert_eq!(byte(&ram, 3 << 20), 0);
+        // The short block at the end, and more than there is.
+        assert_eq!(ram.discard(8 << 20, u64::MAX).unwrap(), 1 << 20);
+        assert_eq!(byte(&ram, (9 << 20) - 1), 0);
+        assert_eq!(ram.discard(u64::MAX - 5, u64::MAX).unwrap(), 0);
+    }
+
+    #[test]
+    fn populating_changes_nothing() {
+        let ram = GuestRam::over(&ones(4 << 20)).unwrap();
+        ram.populate(&[0..10, 1 << 20..2 << 20, 3 << 20..900 << 20]).unwrap();
+        assert!((0..4_u64 << 20).step_by(4096).all(|at| byte(&ram, at) == 1));
+        assert_eq!(ram.detached(), []);
+    }
+}

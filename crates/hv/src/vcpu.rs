@@ -1,0 +1,356 @@
+//! One vCPU: what makes it stop, and its state.
+//!
+//! **Parked** means more than stopped. When `KVM_RUN` returns for an access to a device, the access is half done:
+//! KVM finishes it at the next `KVM_RUN`. State saved in between would do the access again in every copy (DESIGN finding 1).
+//! So [`Vcpu::settle`] enters once more with `immediate_exit` set, which finishes the access and runs nothing.
+#![allow(unsafe_code)]
+
+use crate::{
+    Error, Result,
+    cpuid::CpuModel,
+    state::{VCPU_STATE, VcpuState, check_version},
+};
+use kvm_bindings::{
+    KVM_EXIT_IO, KVM_EXIT_IO_IN, KVM_MAX_MSR_ENTRIES, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN,
+    Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use std::{io, sync::atomic::AtomicU8};
+
+const MSR_TSC: u32 = 0x10;
+const MSR_TSC_DEADLINE: u32 = 0x6e0;
+
+/// What a guest reaches by ports and addresses that are not memory. Called on vCPU threads.
+pub trait Bus: Send + Sync {
+    /// `IN`: fill `data`, one to four bytes.
+    fn port_read(&self, port: u16, data: &mut [u8]);
+    /// `OUT`.
+    fn port_write(&self, port: u16, data: &[u8]);
+    /// A read from an address, one to eight bytes.
+    fn read(&self, address: u64, data: &mut [u8]);
+    /// A write to an address.
+    fn write(&self, address: u64, data: &[u8]);
+}
+
+/// Why a vCPU cannot go on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum End {
+    /// Triple fault: how many guests reboot.
+    Shutdown,
+    /// The guest asked to be switched off.
+    PowerOff,
+    /// The guest asked for a reset.
+    Reset,
+    /// KVM or the processor refused; what it said.
+    Failed(String),
+}
+
+impl std::fmt::Display for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Shutdown => f.write_str("triple fault"),
+            Self::PowerOff => f.write_str("power off"),
+            Self::Reset => f.write_str("reset"),
+            Self::Failed(why) => write!(f, "vCPU error: {why}"),
+        }
+    }
+}
+
+/// How one entry into the guest ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Exit {
+    /// A device was accessed, through the bus.
+    Served,
+    /// A signal, or `immediate_exit`.
+    Interrupted,
+    /// It cannot go on.
+    End(End),
+}
+
+/// A vCPU. Whoever has it may enter the guest.
+#[derive(Debug)]
+pub struct Vcpu {
+    fd: VcpuFd,
+    id: u8,
+    msrs: Vec<u32>,
+}
+
+impl Vcpu {
+    pub(crate) fn new(
+        mut fd: VcpuFd,
+        id: u8,
+        model: &CpuModel,
+        msrs: &[u32],
+        run_size: usize,
+    ) -> Result<Self> {
+        let run: *mut kvm_bindings::kvm_run = fd.get_kvm_run();
+        // A copy of the process that kept this mapping would keep the whole virtual machine alive.
+        // SAFETY: the range is the mapping that `fd` owns; the advice changes what fork does, nothing here.
+        if unsafe { libc::madvise(run.cast(), run_size, libc::MADV_DONTFORK) } != 0 {
+            return Err(Error::Call("madvise", io::Error::last_os_error()));
+        }
+        fd.set_cpuid2(&model.for_vcpu(id)?).map_err(Error::errno("KVM_SET_CPUID2"))?;
+        Ok(Self { fd, id, msrs: msrs.to_vec() })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> u8 {
+        self.id
+    }
+
+    /// The flag that makes `KVM_RUN` return at once. It lives as long as the vCPU.
+    pub(crate) fn immediate_exit(&mut self) -> *const AtomicU8 {
+        (&raw mut self.fd.get_kvm_run().immediate_exit).cast_const().cast()
+    }
+
+    /// Enters the guest until it needs something, and serves that from `bus`.
+    ///
+    /// # Errors
+    /// None: what goes wrong is an [`End`].
+    pub fn run(&mut self, bus: &dyn Bus) -> Exit {
+        match self.fd.run() {
+            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => self.port_access(bus),
+            Ok(VcpuExit::MmioRead(address, data)) => {
+                bus.read(address, data);
+                Exit::Served
+            }
+            Ok(VcpuExit::MmioWrite(address, data)) => {
+                bus.write(address, data);
+                Exit::Served
+            }
+            Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::SetTpr) => Exit::Interrupted,
+            Ok(VcpuExit::Shutdown) => Exit::End(End::Shutdown),
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, _)) => Exit::End(End::PowerOff),
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_RESET, _)) => Exit::End(End::Reset),
+            Ok(VcpuExit::FailEntry(reason, _)) => {
+                Exit::End(End::Failed(format!("the processor refuses to enter the guest: {reason:#x}")))
+            }
+            Ok(VcpuExit::InternalError) => Exit::End(End::Failed(self.internal_error())),
+            Ok(exit) => Exit::End(End::Failed(format!("unexpected exit {exit:?}"))),
+            Err(error) => match error.errno() {
+                libc::EINTR | libc::EAGAIN => Exit::Interrupted,
+                _ => Exit::End(End::Failed(format!("KVM_RUN: {error}"))),
+            },
+        }
+    }
+
+    /// One element after the other: a string instruction moves many with one exit.
+    fn port_access(&mut self, bus: &dyn Bus) -> Exit {
+        let run = self.fd.get_kvm_run();
+        debug_assert_eq!(run.exit_reason, KVM_EXIT_IO);
+        // SAFETY: the exit is about a port, for which the kernel fills this member.
+        let io = unsafe { run.__bindgen_anon_1.io };
+        let (size, count) = (usize::from(io.size).clamp(1, 4), io.count as usize);
+        let base: *mut u8 = std::ptr::from_mut(run).cast();
+        // SAFETY: the kernel put `count` elements of `size` bytes at this offset of the mapping that `run` begins,
+        // and nobody else looks at it while `self` is borrowed.
+        let data = unsafe { std::slice::from_raw_parts_mut(base.add(io.data_offset as usize), size * count) };
+        for element in data.chunks_exact_mut(size) {
+            if u32::from(io.direction) == KVM_EXIT_IO_IN {
+                bus.port_read(io.port, element);
+            } else {
+                bus.port_write(io.port, element);
+            }
+        }
+        Exit::Served
+    }
+
+    fn internal_error(&mut self) -> String {
+        let rip = self.fd.get_regs().map(|regs| regs.rip).unwrap_or_default();
+        let run = self.fd.get_kvm_run();
+        // SAFETY: the exit is an internal error, for which the kernel fills this member.
+        let suberror = unsafe { run.__bindgen_anon_1.internal.suberror };
+        format!("KVM internal error {suberror} at {rip:#x}")
+    }
+
+    /// Finishes an access to a device that is half done, without running the guest.
+    ///
+    /// # Errors
+    /// If KVM reports something else than the interruption we asked for.
+    pub fn settle(&mut self, bus: &dyn Bus) -> Result<(), End> {
+        self.fd.set_kvm_immediate_exit(1);
+        // A string instruction or a wide access may need several rounds.
+        let exit = loop {
+            match self.run(bus) {
+                Exit::Served => {}
+                exit => break exit,
+            }
+        };
+        self.fd.set_kvm_immediate_exit(0);
+        match exit {
+            Exit::End(end) => Err(end),
+            _ => Ok(()),
+        }
+    }
+
+    /// General registers.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn regs(&self) -> Result<kvm_regs> {
+        self.fd.get_regs().map_err(Error::errno("KVM_GET_REGS"))
+    }
+
+    /// Sets general registers.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn set_regs(&self, regs: &kvm_regs) -> Result<()> {
+        self.fd.set_regs(regs).map_err(Error::errno("KVM_SET_REGS"))
+    }
+
+    /// Segments and control registers.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn sregs(&self) -> Result<kvm_sregs> {
+        self.fd.get_sregs().map_err(Error::errno("KVM_GET_SREGS"))
+    }
+
+    /// Sets segments and control registers.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
+        self.fd.set_sregs(sregs).map_err(Error::errno("KVM_SET_SREGS"))
+    }
+
+    /// Local APIC.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn lapic(&self) -> Result<kvm_lapic_state> {
+        self.fd.get_lapic().map_err(Error::errno("KVM_GET_LAPIC"))
+    }
+
+    /// Sets the local APIC.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn set_lapic(&self, lapic: &kvm_lapic_state) -> Result<()> {
+        self.fd.set_lapic(lapic).map_err(Error::errno("KVM_SET_LAPIC"))
+    }
+
+    /// Sets model-specific registers, in this order.
+    ///
+    /// # Errors
+    /// Names the one that is refused.
+    pub fn set_msrs(&self, msrs: &[(u32, u64)]) -> Result<()> {
+        for chunk in msrs.chunks(KVM_MAX_MSR_ENTRIES) {
+            let entries: Vec<_> = chunk
+                .iter()
+                .map(|(index, data)| kvm_msr_entry { index: *index, data: *data, reserved: 0 })
+                .collect();
+            let entries = Msrs::from_entries(&entries)
+                .map_err(|error| Error::State(format!("model-specific registers: {error:?}")))?;
+            let set = self.fd.set_msrs(&entries).map_err(Error::errno("KVM_SET_MSRS"))?;
+            if let Some((index, _)) = chunk.get(set) {
+                return Err(Error::Msr(*index));
+            }
+        }
+        Ok(())
+    }
+
+    /// Those that can be read. The kernel stops at the first that cannot: go on behind it.
+    fn msrs(&self) -> Result<Vec<(u32, u64)>> {
+        let mut found = Vec::with_capacity(self.msrs.len());
+        let mut rest = self.msrs.as_slice();
+        while !rest.is_empty() {
+            let wanted = rest.len().min(KVM_MAX_MSR_ENTRIES);
+            let entries: Vec<_> = rest
+                .iter()
+                .take(wanted)
+                .map(|index| kvm_msr_entry { index: *index, ..kvm_msr_entry::default() })
+                .collect();
+            let mut entries = Msrs::from_entries(&entries)
+                .map_err(|error| Error::State(format!("model-specific registers: {error:?}")))?;
+            let got = self.fd.get_msrs(&mut entries).map_err(Error::errno("KVM_GET_MSRS"))?;
+            found.extend(entries.as_slice().iter().take(got).map(|entry| (entry.index, entry.data)));
+            rest = rest.get((got + usize::from(got < wanted))..).unwrap_or_default();
+        }
+        Ok(found)
+    }
+
+    /// Its state. Only after [`Vcpu::settle`].
+    ///
+    /// # Errors
+    /// Those of the calls.
+    pub fn save(&self) -> Result<VcpuState> {
+        // Asking for the MP state lets KVM take in pending INIT and SIPI: first. Events: last.
+        let mp_state = self.fd.get_mp_state().map_err(Error::errno("KVM_GET_MP_STATE"))?;
+        Ok(VcpuState {
+            version: VCPU_STATE,
+            id: self.id,
+            tsc_khz: self.fd.get_tsc_khz().unwrap_or(0),
+            regs: self.regs()?,
+            sregs: self.sregs()?,
+            msrs: self.msrs()?,
+            xcrs: self.fd.get_xcrs().map_err(Error::errno("KVM_GET_XCRS"))?,
+            xsave: self.fd.get_xsave().map_err(Error::errno("KVM_GET_XSAVE"))?,
+            debug: self.fd.get_debug_regs().map_err(Error::errno("KVM_GET_DEBUGREGS"))?,
+            lapic: self.lapic()?,
+            events: self.fd.get_vcpu_events().map_err(Error::errno("KVM_GET_VCPU_EVENTS"))?,
+            mp_state,
+        })
+    }
+
+    /// Puts a state in. The order matters: CPUID is set already; the APIC's base (in the special registers)
+    /// before the APIC; all MSRs but the deadline before the APIC, the deadline after it, because it means
+    /// nothing until the APIC's timer is in that mode; XCRS before XSAVE; events late; running or halted last.
+    ///
+    /// # Errors
+    /// If it is not a state of this vCPU, and those of the calls.
+    pub fn restore(&self, state: &VcpuState) -> Result<()> {
+        check_version("vCPU", state.version, VCPU_STATE)?;
+        if state.id != self.id {
+            return Err(Error::State(format!("the saved vCPU is number {}, not {}", state.id, self.id)));
+        }
+        self.set_tsc_khz(state.tsc_khz)?;
+        self.set_sregs(&state.sregs)?;
+        self.set_regs(&state.regs)?;
+        let tsc = state.msrs.iter().filter(|(index, _)| *index == MSR_TSC);
+        let others = state.msrs.iter().filter(|(index, _)| ![MSR_TSC, MSR_TSC_DEADLINE].contains(index));
+        self.set_msrs(&tsc.chain(others).copied().collect::<Vec<_>>())?;
+        self.fd.set_xcrs(&state.xcrs).map_err(Error::errno("KVM_SET_XCRS"))?;
+        // SAFETY: no feature whose state is larger than this structure is ever enabled: they need a permission
+        // (ARCH_REQ_XCOMP_GUEST_PERM) that this process does not ask for.
+        unsafe { self.fd.set_xsave(&state.xsave) }.map_err(Error::errno("KVM_SET_XSAVE"))?;
+        self.fd.set_debug_regs(&state.debug).map_err(Error::errno("KVM_SET_DEBUGREGS"))?;
+        self.set_lapic(&state.lapic)?;
+        let deadline = state.msrs.iter().filter(|(index, _)| *index == MSR_TSC_DEADLINE);
+        self.set_msrs(&deadline.copied().collect::<Vec<_>>())?;
+        self.fd.set_vcpu_events(&state.events).map_err(Error::errno("KVM_SET_VCPU_EVENTS"))?;
+        self.set_mp_state(state.mp_state)
+    }
+
+    /// Running, halted, waiting for its start.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
+        self.fd.set_mp_state(state).map_err(Error::errno("KVM_SET_MP_STATE"))
+    }
+
+    /// Tells the guest, if it uses KVM's clock, that it stood still.
+    ///
+    /// # Errors
+    /// That of the call.
+    pub fn was_paused(&self) -> Result<()> {
+        match self.fd.kvmclock_ctrl() {
+            // It does not.
+            Err(error) if error.errno() == libc::EINVAL => Ok(()),
+            other => other.map_err(Error::errno("KVM_KVMCLOCK_CTRL")),
+        }
+    }
+
+    /// The guest measured its time stamp counter when it booted: where this host's differs, it is scaled.
+    fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        let here = self.fd.get_tsc_khz().unwrap_or(0);
+        // Within 250 parts in a million: the same clock, measured twice.
+        if khz == 0 || here == 0 || u64::from(khz.abs_diff(here)) * 4000 <= u64::from(here) {
+            return Ok(());
+        }
+        self.fd.set_tsc_khz(khz).map_err(Error::errno("KVM_SET_TSC_KHZ"))
+    }
+}

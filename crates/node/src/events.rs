@@ -1,0 +1,367 @@
+//! What happened to which sandbox, kept for those who ask later and told to those who listen.
+//!
+//! ```text
+//!   verb ──emit──> pending ──> writer task ──> events.db
+//!             └──> live ──> listeners
+//! ```
+//!
+//! An event costs its verb no wait for a disk: it is numbered, told and put into a list; a task of its own writes
+//! the list. The file is one of its own, apart from the records, because it need not be durable to the same
+//! degree: what was written survives the node's end, and a crash of the host may take the last second. Whoever
+//! reads writes first what is pending, so nobody misses an event between the past and the present.
+//!
+//! Bounded: so many events of one sandbox and so many of all, the oldest go first.
+
+use crate::error::{Error, Result};
+use futures::{Stream, stream};
+use keiki_types::{
+    SandboxId,
+    api::{Event, EventKind},
+};
+use rusqlite::{Connection, params};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+use tokio::sync::{Notify, broadcast, broadcast::error::RecvError};
+
+/// Events kept of one sandbox.
+const KEPT_OF_ONE: usize = 200;
+/// Events kept of all, also of sandboxes that are gone.
+const KEPT: usize = 20_000;
+/// Most that one answer lists.
+pub const MOST: usize = 1000;
+/// What waits for a disk that does not take it; beyond this the oldest are lost.
+const PENDING: usize = 10_000;
+/// A listener that is further behind reads from the file again.
+const BEHIND: usize = 256;
+/// Numbers skipped at a start: an earlier node may have told of events that it could not write any more.
+const SKIPPED: u64 = PENDING as u64;
+/// Characters of a reason.
+const REASON: usize = 2000;
+
+/// The log of events. Cheap to clone.
+#[derive(Clone)]
+pub struct Events {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    queue: Mutex<Queue>,
+    database: Mutex<Connection>,
+    wanted: Notify,
+    live: broadcast::Sender<Event>,
+}
+
+struct Queue {
+    next: u64,
+    pending: VecDeque<Event>,
+}
+
+/// An event to be: what and whose; the log adds number and time.
+#[must_use]
+pub fn event(sandbox_id: SandboxId, kind: EventKind) -> Event {
+    Event {
+        seq: 0,
+        at: String::new(),
+        sandbox_id,
+        kind,
+        reason: None,
+        ms: None,
+        parent_sandbox_id: None,
+        snapshot_id: None,
+        children: Vec::new(),
+    }
+}
+
+impl Events {
+    /// Opens or makes the file.
+    ///
+    /// # Errors
+    /// If it cannot be opened or was written by a newer version.
+    pub fn open(path: &Path) -> Result<Self> {
+        let open = || -> anyhow::Result<(Connection, u64)> {
+            let database = Connection::open(path)?;
+            database.pragma_update(None, "journal_mode", "WAL")?;
+            // A commit waits for no disk: see above.
+            database.pragma_update(None, "synchronous", "NORMAL")?;
+            let version: i64 = database.pragma_query_value(None, "user_version", |row| row.get(0))?;
+            anyhow::ensure!(version <= 1, "it was written by a newer version of keiki (schema {version})");
+            database.execute_batch(
+                "CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, sandbox TEXT NOT NULL, doc TEXT NOT NULL);
+                 CREATE INDEX IF NOT EXISTS of_sandbox ON events (sandbox, seq);
+                 PRAGMA user_version = 1;",
+            )?;
+            let last: i64 =
+                database.query_row("SELECT coalesce(max(seq), 0) FROM events", [], |row| row.get(0))?;
+            Ok((database, u64::try_from(last)?))
+        };
+        let (database, last) = open().map_err(|cause| {
+            Error::internal(format!("cannot open the events in {}", path.display()), cause)
+        })?;
+        let next = if last == 0 { 1 } else { last + SKIPPED };
+        Ok(Self {
+            inner: Arc::new(Inner {
+                queue: Mutex::new(Queue { next, pending: VecDeque::new() }),
+                database: Mutex::new(database),
+                wanted: Notify::new(),
+                live: broadcast::Sender::new(BEHIND),
+            }),
+        })
+    }
+
+    /// Writes what is emitted, as long as it is polled.
+    pub async fn keep_writing(self) {
+        loop {
+            self.inner.wanted.notified().await;
+            self.flush().await;
+        }
+    }
+
+    /// Writes what is pending. A failure is logged: no verb fails for its event.
+    pub async fn flush(&self) {
+        let inner = Arc::clone(&self.inner);
+        let written = tokio::task::spawn_blocking(move || inner.write(&mut inner.database()));
+        if let Ok(Err(error)) = written.await {
+            tracing::error!(error = &*error, "events could not be written; tried again with the next one");
+        }
+    }
+
+    /// Numbers an event, tells it, and leaves it to be written.
+    pub fn emit(&self, mut event: Event) {
+        event.at = crate::records::rfc3339(time::OffsetDateTime::now_utc());
+        if let Some(reason) = &mut event.reason
+            && let Some((end, _)) = reason.char_indices().nth(REASON)
+        {
+            reason.truncate(end);
+        }
+        {
+            let mut queue = self.inner.queue();
+            event.seq = queue.next;
+            queue.next += 1;
+            if queue.pending.len() >= PENDING {
+                queue.pending.pop_front();
+            }
+            queue.pending.push_back(event.clone());
+            // Told in the order of their numbers. Nobody listening is no failure.
+            let _ = self.inner.live.send(event);
+        }
+        self.inner.wanted.notify_one();
+    }
+
+    /// Events after `since`, oldest first, at most `limit`; of one sandbox or of all. Without `since`: the last ones.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub async fn list(&self, of: Option<SandboxId>, since: Option<u64>, limit: usize) -> Result<Vec<Event>> {
+        let inner = Arc::clone(&self.inner);
+        let read = tokio::task::spawn_blocking(move || {
+            let mut database = inner.database();
+            inner.write(&mut database)?;
+            read(&database, of, since, limit)
+        });
+        let read = read.await.map_err(|cause| Error::internal("reading events was interrupted", cause))?;
+        read.map_err(|cause| Error::internal("the node's events cannot be read or written", cause))
+    }
+
+    /// Events after `since` and then those that come, without an end and without a gap. Ends only if the file cannot
+    /// be read.
+    pub fn follow(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> impl Stream<Item = Event> + Send + use<> {
+        // Listens first and reads then: what happens between is in both, and taken once.
+        let heard = self.inner.live.subscribe();
+        let begin =
+            Follower { events: self.clone(), of, last: since, heard, behind: true, ready: VecDeque::new() };
+        stream::unfold(begin, |mut follower| async move {
+            let event = follower.next().await?;
+            Some((event, follower))
+        })
+    }
+}
+
+struct Follower {
+    events: Events,
+    of: Option<SandboxId>,
+    last: Option<u64>,
+    heard: broadcast::Receiver<Event>,
+    behind: bool,
+    ready: VecDeque<Event>,
+}
+
+impl Follower {
+    async fn next(&mut self) -> Option<Event> {
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                self.last = Some(event.seq);
+                return Some(event);
+            }
+            if self.behind {
+                let read = self.events.list(self.of, self.last, MOST).await;
+                let read = read.inspect_err(|error| {
+                    tracing::error!(error = error as &dyn std::error::Error, "events cannot be followed");
+                });
+                self.ready = read.ok()?.into();
+                self.behind = self.ready.len() == MOST;
+                continue;
+            }
+            match self.heard.recv().await {
+                Ok(event) => {
+                    let is_new = self.last.is_none_or(|last| event.seq > last);
+                    if is_new && self.of.is_none_or(|id| id == event.sandbox_id) {
+                        self.ready.push_back(event);
+                    }
+                }
+                Err(RecvError::Lagged(_)) => self.behind = true,
+                Err(RecvError::Closed) => return None,
+            }
+        }
+    }
+}
+
+impl Inner {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn database(&self) -> MutexGuard<'_, Connection> {
+        self.database.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes what is pending; what cannot be written stays pending. Call with the file held, so that the order of
+    /// the file is that of the numbers.
+    fn write(&self, database: &mut Connection) -> anyhow::Result<()> {
+        let pending: Vec<Event> = self.queue().pending.iter().cloned().collect();
+        let Some(last) = pending.last().map(|event| event.seq) else { return Ok(()) };
+        let transaction = database.transaction()?;
+        for event in &pending {
+            transaction.execute(
+                "INSERT OR REPLACE INTO events (seq, sandbox, doc) VALUES (?1, ?2, ?3)",
+                params![
+                    i64::try_from(event.seq)?,
+                    event.sandbox_id.to_string(),
+                    serde_json::to_string(event)?
+                ],
+            )?;
+        }
+        for id in pending.iter().map(|event| event.sandbox_id).collect::<BTreeSet<_>>() {
+            transaction.execute(
+                "DELETE FROM events WHERE sandbox = ?1 AND seq <=
+                    (SELECT seq FROM events WHERE sandbox = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+                params![id.to_string(), KEPT_OF_ONE],
+            )?;
+        }
+        transaction.execute(
+            "DELETE FROM events WHERE seq <= (SELECT seq FROM events ORDER BY seq DESC LIMIT 1 OFFSET ?1)",
+            params![KEPT],
+        )?;
+        transaction.commit()?;
+        self.queue().pending.retain(|event| event.seq > last);
+        Ok(())
+    }
+}
+
+fn read(
+    database: &Connection,
+    of: Option<SandboxId>,
+    since: Option<u64>,
+    limit: usize,
+) -> anyhow::Result<Vec<Event>> {
+    // With a number to begin at: from there on. Without: the last ones, turned round.
+    let order = if since.is_some() { "ASC" } else { "DESC" };
+    let sql = format!(
+        "SELECT doc FROM events WHERE seq > ?1 AND (?2 IS NULL OR sandbox = ?2) ORDER BY seq {order} LIMIT ?3"
+    );
+    let mut statement = database.prepare_cached(&sql)?;
+    let since = i64::try_from(since.unwrap_or(0)).unwrap_or(i64::MAX);
+    let docs = statement.query_map(params![since, of.map(|id| id.to_string()), limit.min(MOST)], |row| {
+        row.get::<_, String>(0)
+    })?;
+    let mut events: Vec<Event> =
+        docs.map(|doc| Ok(serde_json::from_str(&doc?)?)).collect::<anyhow::Result<_>>()?;
+    events.sort_by_key(|event| event.seq);
+    Ok(events)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BEHIND, Events, KEPT_OF_ONE, MOST, REASON, event};
+    use futures::StreamExt;
+    use keiki_types::{SandboxId, api::EventKind};
+    use std::{pin::pin, time::Duration};
+    use tokio::time::timeout;
+
+    #[tokio::test]
+    async fn events_survive_and_are_bounded_for_each_sandbox() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("events.db");
+        let (noisy, quiet) = (SandboxId::new(), SandboxId::new());
+        let events = Events::open(&path)?;
+        events.emit(event(quiet, EventKind::Created));
+        for _ in 0..KEPT_OF_ONE + 50 {
+            events.emit(event(noisy, EventKind::Paused));
+        }
+        events.emit(crate::events::event(noisy, EventKind::Failed));
+        events.flush().await;
+        drop(events);
+        let events = Events::open(&path)?;
+        let of_noisy = events.list(Some(noisy), None, MOST).await?;
+        assert_eq!(of_noisy.len(), KEPT_OF_ONE);
+        assert_eq!(of_noisy.last().map(|event| event.kind), Some(EventKind::Failed));
+        assert!(of_noisy.is_sorted_by_key(|event| event.seq));
+        let all = events.list(None, None, MOST).await?;
+        assert_eq!(all.first().map(|event| event.sandbox_id), Some(quiet));
+        // Numbers go on after a restart, past all that were ever told.
+        let last = all.last().map_or(0, |event| event.seq);
+        events.emit(event(quiet, EventKind::Deleted));
+        let fresh = events.list(Some(quiet), Some(last), MOST).await?;
+        assert_eq!(fresh.iter().map(|event| event.kind).collect::<Vec<_>>(), [EventKind::Deleted]);
+        assert_eq!(events.list(None, None, 1).await?, fresh);
+        assert!(events.list(None, Some(u64::MAX), MOST).await?.is_empty());
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn followers_see_each_event_once_also_when_they_fall_behind() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let events = Events::open(&dir.path().join("events.db"))?;
+        let (mine, other) = (SandboxId::new(), SandboxId::new());
+        events.emit(event(mine, EventKind::Created));
+        events.emit(event(other, EventKind::Created));
+        let mut follower = pin!(events.follow(Some(mine), Some(0)));
+        assert_eq!(follower.next().await.map(|event| event.kind), Some(EventKind::Created));
+        // More than a listener's queue holds, of both.
+        let count = BEHIND / 2 + 20;
+        for _ in 0..count {
+            events.emit(event(mine, EventKind::Paused));
+            events.emit(event(other, EventKind::Paused));
+        }
+        let mut seen = Vec::new();
+        while let Ok(Some(event)) = timeout(Duration::from_millis(300), follower.next()).await {
+            assert_eq!(event.sandbox_id, mine);
+            seen.push(event.seq);
+        }
+        assert_eq!(seen.len(), count);
+        assert!(seen.windows(2).all(|pair| pair[0] < pair[1]));
+        events.emit(event(mine, EventKind::Deleted));
+        let live = timeout(Duration::from_secs(5), follower.next()).await?;
+        assert_eq!(live.map(|event| event.kind), Some(EventKind::Deleted));
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn a_long_reason_is_cut() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let events = Events::open(&dir.path().join("events.db"))?;
+        let id = SandboxId::new();
+        let mut failed = event(id, EventKind::Failed);
+        failed.reason = Some("é".repeat(REASON * 3));
+        events.emit(failed);
+        let kept = events.list(Some(id), None, 1).await?;
+        assert_eq!(kept[0].reason.as_ref().map(|reason| reason.chars().count()), Some(REASON));
+        Ok(())
+    }
+}

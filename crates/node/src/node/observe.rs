@@ -1,0 +1,164 @@
+//! How the node is: its measures and events, for those who look.
+
+use super::Node;
+use crate::{
+    error::{Error, Result},
+    events::MOST,
+    metrics::{Gauges, Process},
+    records::SnapshotRecord,
+    sandbox::Live,
+};
+use futures::{Stream, StreamExt, stream};
+use keiki_types::{
+    SandboxId, Status,
+    api::{Event, MemoryUse},
+};
+use std::{
+    fs,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::Mutex;
+
+/// Reading the memory use of every monitor is work: it is done at most so often.
+const MEASURE_EVERY: Duration = Duration::from_secs(5);
+/// Monitors measured at once.
+const AT_ONCE: usize = 4;
+
+/// Memory of all machines, as it was a moment ago.
+#[derive(Default)]
+pub(super) struct Measured(Mutex<Option<(Instant, MemoryUse)>>);
+
+impl Measured {
+    async fn of(&self, machines: Vec<Arc<Live>>) -> MemoryUse {
+        let mut last = self.0.lock().await;
+        if let Some((at, sum)) = *last
+            && at.elapsed() < MEASURE_EVERY
+        {
+            return sum;
+        }
+        let measured = stream::iter(machines)
+            // One that has just ended has no memory any more.
+            .map(|live| async move { live.machine.memory().await.unwrap_or_default() })
+            .buffer_unordered(AT_ONCE);
+        let sum = measured.fold(MemoryUse::default(), |sum, one| async move { add(sum, one) }).await;
+        *last = Some((Instant::now(), sum));
+        sum
+    }
+}
+
+fn add(a: MemoryUse, b: MemoryUse) -> MemoryUse {
+    MemoryUse {
+        guest_bytes: a.guest_bytes.saturating_add(b.guest_bytes),
+        rss_bytes: a.rss_bytes.saturating_add(b.rss_bytes),
+        pss_bytes: a.pss_bytes.saturating_add(b.pss_bytes),
+        private_bytes: a.private_bytes.saturating_add(b.private_bytes),
+        shared_bytes: a.shared_bytes.saturating_add(b.shared_bytes),
+    }
+}
+
+impl Node {
+    /// Everything that is counted and measured, as text for Prometheus.
+    ///
+    /// # Errors
+    /// 500.
+    pub async fn metrics(&self) -> Result<String> {
+        let inner = &self.inner;
+        let sandboxes = inner.sandboxes();
+        let states: Vec<Status> = sandboxes.iter().map(|sandbox| sandbox.record().status).collect();
+        let machines = sandboxes.iter().filter_map(|sandbox| sandbox.live()).collect();
+        let memory = inner.measured.of(machines).await;
+        let (store_size, store_free) = inner.store.space()?;
+        let now = Gauges {
+            build: (env!("CARGO_PKG_VERSION").into(), inner.engine_version.clone()),
+            sandboxes: Status::ALL
+                .map(|state| (state, states.iter().filter(|now| **now == state).count()))
+                .into(),
+            prestarted: inner.templates.prestarted(),
+            memory_limit: inner.admission.limit_bytes(),
+            memory_admitted: inner.admission.used_bytes(),
+            memory_guest: memory.guest_bytes,
+            memory_resident: memory.rss_bytes,
+            memory_pss: memory.pss_bytes,
+            memory_private: memory.private_bytes,
+            memory_shared: memory.shared_bytes,
+            slots_used: inner.slots.used(),
+            slots_ready: inner.slots.ready(),
+            store_size,
+            store_free,
+            store_reserved: inner.room.reserved(),
+            snapshots: inner.records.count::<SnapshotRecord>().await?,
+            process: process(),
+        };
+        Ok(inner.metrics.text(&now))
+    }
+
+    /// What happened after `since`, oldest first; without it, the last events. Of one sandbox, also one that is gone,
+    /// or of all.
+    ///
+    /// # Errors
+    /// 404 for a sandbox that is not there and has left no events.
+    pub async fn events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: Option<usize>,
+    ) -> Result<Vec<Event>> {
+        self.known(of).await?;
+        self.inner.events.list(of, since, limit.unwrap_or(MOST).min(MOST)).await
+    }
+
+    /// The same, and what comes.
+    ///
+    /// # Errors
+    /// As [`Node::events`].
+    pub async fn follow_events(
+        &self,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+    ) -> Result<stream::BoxStream<'static, Event>> {
+        self.known(of).await?;
+        Ok(ending_with_its_sandbox(of, self.inner.events.follow(of, since)).boxed())
+    }
+
+    async fn known(&self, of: Option<SandboxId>) -> Result<()> {
+        let Some(id) = of else { return Ok(()) };
+        if self.inner.sandbox(id).is_ok() || !self.inner.events.list(of, None, 1).await?.is_empty() {
+            return Ok(());
+        }
+        Err(Error::NotFound(format!("no sandbox {id}")))
+    }
+}
+
+/// The events of one sandbox end with its deletion.
+fn ending_with_its_sandbox(
+    of: Option<SandboxId>,
+    events: impl Stream<Item = Event> + Send,
+) -> impl Stream<Item = Event> + Send {
+    use keiki_types::api::EventKind::Deleted;
+    stream::unfold(Some(Box::pin(events)), move |events| async move {
+        let mut events = events?;
+        let event = events.next().await?;
+        let is_last = of.is_some() && event.kind == Deleted;
+        Some((event, (!is_last).then_some(events)))
+    })
+}
+
+/// The daemon itself. What cannot be read is 0.
+fn process() -> Process {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_ascii_whitespace().next()?.parse::<u64>().ok()
+    };
+    Process {
+        memory: field("VmRSS:").unwrap_or(0) << 10,
+        cpu: keiki_sys::process::cpu_time(std::process::id())
+            .ok()
+            .flatten()
+            .unwrap_or_default()
+            .as_secs_f64(),
+        fds: fs::read_dir("/proc/self/fd").map(Iterator::count).unwrap_or(0),
+        threads: field("Threads:").unwrap_or(0),
+    }
+}

@@ -1,0 +1,81 @@
+//! Dying on purpose: a debug build told `KEIKI_FAIL=VERB:N` kills itself at the N-th step of that verb.
+//!
+//! Verbs arm, steps count: whatever the process does between the two ends of an armed verb. So every step has a
+//! number without a list of them, and a test goes on with the next number until the verb gets through. In a release
+//! build nothing of this is there.
+
+/// An armed verb; disarmed when dropped.
+#[derive(Debug)]
+pub struct Armed(bool);
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        if self.0 {
+            on::disarm();
+        }
+    }
+}
+
+/// A verb begins.
+#[must_use]
+pub fn arm(verb: &str) -> Armed {
+    Armed(on::arm(verb))
+}
+
+/// A step of some verb is done.
+pub fn reach(step: &str) {
+    on::reach(step);
+}
+
+#[cfg(debug_assertions)]
+mod on {
+    use std::sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    };
+
+    /// Steps left until death; 0: nothing is armed.
+    static LEFT: AtomicU32 = AtomicU32::new(0);
+
+    fn wish() -> Option<&'static (String, u32)> {
+        static WISH: OnceLock<Option<(String, u32)>> = OnceLock::new();
+        let read = || {
+            let text = std::env::var("KEIKI_FAIL").ok()?;
+            let (verb, step) = text.split_once(':')?;
+            Some((verb.to_owned(), step.parse().ok()?))
+        };
+        WISH.get_or_init(read).as_ref()
+    }
+
+    pub(super) fn arm(verb: &str) -> bool {
+        let found = wish().filter(|(wanted, _)| wanted == verb);
+        if let Some((_, step)) = found {
+            LEFT.store(*step, Ordering::SeqCst);
+        }
+        found.is_some()
+    }
+
+    pub(super) fn disarm() {
+        LEFT.store(0, Ordering::SeqCst);
+    }
+
+    pub(super) fn reach(step: &str) {
+        let counted = LEFT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        if counted == Ok(1) {
+            eprintln!("KEIKI_FAIL: dying after {step}");
+            // Only an error would return: then nothing dies, which the test that asked for it notices.
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        }
+    }
+}
+
+#[cfg(not(debug_assertions))]
+mod on {
+    pub(super) fn arm(_: &str) -> bool {
+        false
+    }
+
+    pub(super) fn disarm() {}
+
+    pub(super) fn reach(_: &str) {}
+}

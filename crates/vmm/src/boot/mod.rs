@@ -1,0 +1,86 @@
+//! The first boot: puts a kernel and all it looks for into guest memory. After that a machine only freezes and thaws.
+//!
+//! | file | does |
+//! |---|---|
+//! | `layout` | addresses, interrupts, memory map: pure, also what a running machine is wired by |
+//! | `kernel` | bzImage or ELF, initramfs, command line, boot parameters |
+//! | `acpi` | how the guest finds vCPUs and devices |
+//! | `start` | the first vCPU's registers; the others wait until they are called |
+//!
+//! Kernel and initramfs come from the node and may be a user's own: they are checked, and what is wrong with them is
+//! said in a sentence.
+
+mod acpi;
+mod kernel;
+pub mod layout;
+mod start;
+
+pub use start::Entry;
+
+use keiki_hv::GuestRam;
+use std::fs::File;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Why a machine cannot boot.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// vCPUs.
+    #[error("{0} vCPUs: a machine has 1 to {max}", max = layout::MAX_VCPUS)]
+    Vcpus(u8),
+    /// Devices.
+    #[error("{0} devices: there is room for {max}", max = layout::MAX_DEVICES)]
+    Devices(usize),
+    /// The kernel is none.
+    #[error("the kernel cannot be booted: {0}")]
+    Kernel(String),
+    /// The initramfs cannot be read.
+    #[error("the initramfs cannot be read")]
+    Initramfs(#[source] std::io::Error),
+    /// Too little RAM.
+    #[error(
+        "the machine has {has_mib} MiB of memory, its kernel and initramfs need {needs_mib} MiB to start"
+    )]
+    Memory {
+        /// What there is.
+        has_mib: u64,
+        /// What would do.
+        needs_mib: u64,
+    },
+    /// The command line.
+    #[error("the command line {0}")]
+    CommandLine(String),
+    /// Something does not lie in RAM.
+    #[error("guest memory cannot be written at {0:#x}")]
+    Write(u64),
+}
+
+/// What is booted.
+#[derive(Debug)]
+pub struct Spec<'a> {
+    /// bzImage, or ELF with an entry for PVH or 64 bits.
+    pub kernel: &'a mut File,
+    /// Initial RAM file system.
+    pub initramfs: Option<&'a mut File>,
+    /// The whole command line.
+    pub command_line: &'a str,
+    /// vCPUs.
+    pub vcpus: u8,
+    /// How many devices have a window, in the order of their places.
+    pub devices: usize,
+}
+
+/// Fills guest memory and says where the first vCPU begins.
+///
+/// # Errors
+/// Something cannot be booted; memory may hold some of it then.
+pub fn load(ram: &GuestRam, spec: Spec) -> Result<Entry, Error> {
+    let tables = acpi::tables(spec.vcpus, spec.devices)?;
+    let entry = kernel::load(ram, spec.kernel, spec.initramfs, spec.command_line)?;
+    put(ram, layout::ACPI, &tables)?;
+    start::put_tables(ram)?;
+    Ok(entry)
+}
+
+fn put(ram: &GuestRam, at: u64, bytes: &[u8]) -> Result<(), Error> {
+    ram.memory().write_slice(bytes, GuestAddress(at)).map_err(|_| Error::Write(at))
+}

@@ -1,0 +1,355 @@
+//! A machine at one instant, without its memory and its disk: plain data, and the file `vm.state`.
+//!
+//! ```text
+//!   0         8         12         20        52
+//!   KEIKIVM\n version   length     BLAKE3    body: parts, each with kind and version (postcard)
+//!             u32       u64        of body   (numbers little-endian)
+//! ```
+//!
+//! A file is not believed. Its size is bounded before it is read, its checksum is compared before it is parsed, every
+//! part says what it is, and what a part holds is checked where it is put to use: by `hv` for the processor and KVM's own
+//! state, by each device for its own. **Promise**: a part never changes its meaning under the same version; a
+//! monitor reads the versions it names and refuses others with a sentence.
+
+use crate::{Error, Result};
+use keiki_control::{Devices, Shape};
+use keiki_devices::State;
+use keiki_hv::{
+    cpuid::{CPU_MODEL, CpuModel},
+    state::{VCPU_STATE, VM_STATE, VcpuState, VmState},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::{fs::File, io::Read};
+
+const MAGIC: [u8; 8] = *b"KEIKIVM\n";
+const VERSION: u32 = 1;
+const HEADER: usize = 52;
+/// A machine of 32 vCPUs has less than 1 MiB.
+const MAX_BYTES: u64 = 16 << 20;
+/// More parts than any machine has.
+const MAX_PARTS: usize = 256;
+
+const MACHINE: &str = "machine";
+const MACHINE_VERSION: u16 = 1;
+const CPU: &str = "processor";
+const VM: &str = "kvm";
+const VCPU: &str = "vcpu";
+
+/// What a machine is, whatever it is doing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Config {
+    /// vCPUs and RAM.
+    pub shape: Shape,
+    /// What differs in its devices.
+    pub devices: Devices,
+}
+
+/// A machine at one instant.
+#[derive(Debug)]
+pub struct Frozen {
+    /// What it is.
+    pub config: Config,
+    /// Which processor it sees.
+    pub cpu: CpuModel,
+    /// KVM's state.
+    pub vm: VmState,
+    /// Each vCPU's.
+    pub vcpus: Vec<VcpuState>,
+    /// Each device's, in the order of the board.
+    pub devices: Vec<State>,
+}
+
+impl Frozen {
+    /// The bytes of a state file.
+    ///
+    /// # Errors
+    /// If it does not fit.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let mut parts = vec![
+            part(MACHINE, MACHINE_VERSION, &self.config)?,
+            part(CPU, number(CPU_MODEL), &self.cpu)?,
+            part(VM, number(VM_STATE), &self.vm)?,
+        ];
+        for vcpu in &self.vcpus {
+            parts.push(part(VCPU, number(VCPU_STATE), vcpu)?);
+        }
+        parts.extend(self.devices.iter().cloned());
+        let body = postcard::to_stdvec(&parts).map_err(|error| Error::Invalid(format!("state: {error}")))?;
+        let mut bytes = Vec::with_capacity(HEADER + body.len());
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((body.len() as u64).to_le_bytes());
+        bytes.extend(blake3::hash(&body).as_bytes());
+        bytes.extend(body);
+        Ok(bytes)
+    }
+
+    /// Reads a state file that must have this digest.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is anything else.
+    pub fn read(file: &mut File, digest: &[u8; 32]) -> Result<Self> {
+        let size = file.metadata().map_err(Error::host("looking at the state file"))?.len();
+        if size > MAX_BYTES {
+            return refused(format!("the state file has {size} bytes, at most {MAX_BYTES} are read"));
+        }
+        let mut bytes = Vec::new();
+        // Bounded again: it may grow meanwhile.
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::host("reading the state file"))?;
+        if blake3::hash(&bytes) != *digest {
+            return refused(
+                "the state file is not the one that the snapshot names: its digest differs".into(),
+            );
+        }
+        Self::from_bytes(&bytes)
+    }
+
+    /// The reverse of [`Frozen::to_bytes`]. Any bytes may come.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let parts: Vec<State> = match postcard::take_from_bytes(body(bytes)?) {
+            Ok((parts, [])) => parts,
+            Ok(_) => return refused("the state file has bytes behind its last part".into()),
+            Err(error) => {
+                return refused(format!("the parts of the state file cannot be told apart ({error})"));
+            }
+        };
+        if parts.len() > MAX_PARTS {
+            return refused(format!(
+                "the state file has {} parts, at most {MAX_PARTS} are read",
+                parts.len()
+            ));
+        }
+        let mut parts = parts.into_iter();
+        let config: Config = unpack(parts.next(), MACHINE, MACHINE_VERSION)?;
+        if !(1..=u32::from(crate::boot::layout::MAX_VCPUS)).contains(&config.shape.vcpus) {
+            return refused(format!("the state file is of a machine with {} vCPUs", config.shape.vcpus));
+        }
+        let cpu: CpuModel = unpack(parts.next(), CPU, number(CPU_MODEL))?;
+        if u32::from(cpu.vcpus) != config.shape.vcpus {
+            let text = "the processor of the state file has another number of vCPUs than its machine";
+            return refused(text.into());
+        }
+        let vm: VmState = unpack(parts.next(), VM, number(VM_STATE))?;
+        let mut vcpus = Vec::new();
+        for id in 0..config.shape.vcpus {
+            let vcpu: VcpuState = unpack(parts.next(), VCPU, number(VCPU_STATE))?;
+            if u32::from(vcpu.id) != id {
+                return refused(format!("the state file has vCPU {} where vCPU {id} belongs", vcpu.id));
+            }
+            vcpus.push(vcpu);
+        }
+        Ok(Self { config, cpu, vm, vcpus, devices: parts.collect() })
+    }
+}
+
+fn refused<T>(text: String) -> Result<T> {
+    Err(Error::Refused(text))
+}
+
+/// Checks everything around the parts.
+fn body(bytes: &[u8]) -> Result<&[u8]> {
+    let Some((header, body)) = bytes.split_at_checked(HEADER) else {
+        return refused(format!("the state file is cut short: it has {} bytes", bytes.len()));
+    };
+    let (magic, rest) = header.split_at(8);
+    let (version, rest) = rest.split_at(4);
+    let (length, sum) = rest.split_at(8);
+    if magic != MAGIC {
+        return refused("the state file does not begin as one".into());
+    }
+    let version = version.try_into().map_or(0, u32::from_le_bytes);
+    if version != VERSION {
+        return refused(format!(
+            "the state file has version {version}, this monitor reads version {VERSION}"
+        ));
+    }
+    let length = length.try_into().map_or(0, u64::from_le_bytes);
+    if length != body.len() as u64 {
+        return refused(format!(
+            "the state file is cut short or too long: its header says {length} bytes, it has {}",
+            body.len()
+        ));
+    }
+    if blake3::hash(body).as_bytes().as_slice() != sum {
+        return refused("the state file is damaged: its checksum differs".into());
+    }
+    Ok(body)
+}
+
+fn part(kind: &'static str, version: u16, fields: &impl Serialize) -> Result<State> {
+    Ok(State::pack(kind, version, fields)?)
+}
+
+fn unpack<T: DeserializeOwned + Serialize>(
+    part: Option<State>,
+    kind: &'static str,
+    version: u16,
+) -> Result<T> {
+    let Some(part) = part else {
+        return refused(format!("the state file ends before its {kind} part"));
+    };
+    let fields: T = part.unpack(kind, version)?;
+    // The kernel's structures are read as bytes, of which too few or too many would be taken.
+    let again = postcard::to_stdvec(&fields).unwrap_or_default();
+    if again != part.data {
+        return refused(format!("the {kind} part of the state file has structures of another size"));
+    }
+    Ok(fields)
+}
+
+/// Versions are small.
+const fn number(version: u32) -> u16 {
+    assert!(version <= u16::MAX as u32);
+    version as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keiki_hv::cpuid::Baseline;
+    use proptest::prelude::*;
+
+    /// A machine of two vCPUs, without KVM.
+    fn frozen() -> Frozen {
+        let vcpu = |id| VcpuState {
+            version: VCPU_STATE,
+            id,
+            tsc_khz: 1_000_000,
+            regs: Default::default(),
+            sregs: Default::default(),
+            msrs: vec![(0x10, 5)],
+            xcrs: Default::default(),
+            xsave: Default::default(),
+            debug: Default::default(),
+            lapic: Default::default(),
+            events: Default::default(),
+            mp_state: Default::default(),
+        };
+        Frozen {
+            config: Config {
+                shape: Shape { vcpus: 2, memory_mib: 64 },
+                devices: Devices { mac: [1, 2, 3, 4, 5, 6], agent_port: "port".into() },
+            },
+            cpu: CpuModel {
+                version: CPU_MODEL,
+                baseline: Baseline::Host,
+                vcpus: 2,
+                entries: vec![[1, 0, 0, 1, 2, 3, 4]],
+            },
+            vm: VmState {
+                version: VM_STATE,
+                pic_master: Default::default(),
+                pic_slave: Default::default(),
+                ioapic: Default::default(),
+                clock: Default::default(),
+            },
+            vcpus: vec![vcpu(0), vcpu(1)],
+            devices: vec![State { kind: "thing".into(), version: 3, data: vec![1, 2, 3] }],
+        }
+    }
+
+    /// A file whose checksum is right, whatever its parts.
+    fn file(parts: &[State]) -> Vec<u8> {
+        let body = postcard::to_stdvec(parts).unwrap();
+        let mut bytes = [&MAGIC[..], &VERSION.to_le_bytes(), &(body.len() as u64).to_le_bytes()].concat();
+        bytes.extend(blake3::hash(&body).as_bytes());
+        bytes.extend(body);
+        bytes
+    }
+
+    fn parts() -> Vec<State> {
+        postcard::from_bytes(&frozen().to_bytes().unwrap()[HEADER..]).unwrap()
+    }
+
+    fn refused(parts: &[State]) -> String {
+        Frozen::from_bytes(&file(parts)).expect_err("it was taken").to_string()
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let bytes = frozen().to_bytes().unwrap();
+        let again = Frozen::from_bytes(&bytes).unwrap();
+        assert_eq!(again.to_bytes().unwrap(), bytes);
+        assert_eq!((again.config, again.devices), (frozen().config, frozen().devices));
+        assert_eq!(file(&parts()), bytes);
+    }
+
+    /// A file that an earlier build wrote. A change that breaks it needs a new version of what it changes.
+    #[test]
+    fn the_first_version_is_still_read() {
+        let file = include_bytes!("../../../fuzz/seeds/frozen/version-1");
+        let frozen = Frozen::from_bytes(file).unwrap();
+        assert_eq!(frozen.config.shape, Shape { vcpus: 2, memory_mib: 64 });
+        assert_eq!((frozen.vcpus[1].id, &frozen.vcpus[1].msrs[..]), (1, &[(0x10, 5)][..]));
+        assert_eq!(frozen.devices[0].kind, "thing");
+        assert_eq!(frozen.to_bytes().unwrap(), file);
+    }
+
+    #[test]
+    fn every_part_says_what_it_is() {
+        let names = [MACHINE, CPU, VM, VCPU, VCPU];
+        for (index, name) in names.into_iter().enumerate() {
+            let change = |what: &dyn Fn(&mut State)| {
+                let mut parts = parts();
+                what(&mut parts[index]);
+                refused(&parts)
+            };
+            assert!(change(&|part| part.kind = "other".into()).contains("other"), "{name}");
+            assert!(change(&|part| part.version = 77).contains("version 77"), "{name}");
+            assert!(change(&|part| part.data.push(0)).contains(name), "{name}");
+            assert!(change(&|part| part.data.truncate(part.data.len() - 1)).contains(name), "{name}");
+            let mut fewer = parts();
+            fewer.truncate(index);
+            assert_eq!(refused(&fewer), format!("the state file ends before its {name} part"));
+        }
+    }
+
+    #[test]
+    fn every_field_that_is_used_here_is_checked() {
+        let changed = |change: &dyn Fn(&mut Frozen)| {
+            let mut frozen = frozen();
+            change(&mut frozen);
+            Frozen::from_bytes(&frozen.to_bytes().unwrap()).expect_err("it was taken").to_string()
+        };
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 0), "the state file is of a machine with 0 vCPUs");
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 99), "the state file is of a machine with 99 vCPUs");
+        assert!(changed(&|f| f.cpu.vcpus = 1).contains("another number of vCPUs"));
+        assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 belongs"));
+        assert!(changed(&|f| f.vcpus.truncate(1)).contains("state of a thing device where"));
+        let many = vec![State { kind: "x".into(), version: 0, data: Vec::new() }; MAX_PARTS + 1];
+        assert!(refused(&many).contains("257 parts"));
+        // A kernel structure with a byte too few, its length told right.
+        let mut parts = parts();
+        let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
+        parts[2].data = postcard::to_stdvec(&short).unwrap();
+        assert!(refused(&parts).contains("kvm part of the state file has structures of another size"));
+    }
+
+    proptest! {
+        /// A byte changed anywhere, with and without the checksum put right: refused, or read as what it says.
+        #[test]
+        fn no_bytes_are_too_strange(at: prop::sample::Index, value: u8, cut: prop::sample::Index, sum: bool) {
+            let mut bytes = frozen().to_bytes().unwrap();
+            let at = at.index(bytes.len());
+            let changed = bytes[at] != value;
+            bytes[at] = value;
+            bytes.truncate(if sum { bytes.len() } else { cut.index(bytes.len()) + 1 });
+            if sum && bytes.len() > HEADER {
+                let body = blake3::hash(&bytes[HEADER..]);
+                bytes[20..HEADER].copy_from_slice(body.as_bytes());
+            }
+            let read = Frozen::from_bytes(&bytes);
+            if !sum && changed {
+                prop_assert!(read.is_err());
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(Frozen::from_bytes(&bytes).is_err());
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! A machine: it runs, it is parked, a zygote is forked off it.
+//!
+//! Two kinds of threads. Each vCPU has one: it runs the guest and serves accesses to registers. The main thread does
+//! everything else, one thing at a time: backends of devices, notifications of queues, the control socket. It
+//! sleeps in one `poll`.
+
+use crate::{
+    Error, Result,
+    board::{Board, Resources, WINDOWS},
+    boot,
+    frozen::{Config, Frozen},
+    process::{EXIT_END, EXIT_THAW, Life, exit_with, failed},
+    zygote::Zygote,
+};
+use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
+use keiki_devices::{Event, disk::Top, power::Ending};
+use keiki_hv::{
+    Cpus, End, GuestRam, HugePages, Kvm, Vm,
+    cpuid::{Baseline, CpuModel},
+    fork::{Side, fork},
+};
+use rustix::event::{PollFd, PollFlags, poll};
+use std::{
+    fs::File,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// How long vCPUs may take to stop.
+const PARK: Duration = Duration::from_millis(500);
+/// How long devices may take to finish what is in flight.
+const DRAIN: Duration = Duration::from_millis(200);
+
+/// A running or paused machine.
+pub struct Machine {
+    kvm: Arc<Kvm>,
+    vm: Vm,
+    cpus: Cpus,
+    board: Board,
+    config: Config,
+    cpu: CpuModel,
+    /// Signalled when a vCPU cannot go on.
+    end: Arc<Event>,
+    listener: OwnedFd,
+    server: Option<Server>,
+    paused: bool,
+    generation: u32,
+    /// For last words.
+    log: File,
+}
+
+/// Steps of a piece of work and what each took.
+pub struct Clock {
+    last: Instant,
+    steps: Vec<Step>,
+}
+
+impl Clock {
+    /// Starts now.
+    #[must_use]
+    pub fn start() -> Self {
+        Self { last: Instant::now(), steps: Vec::new() }
+    }
+
+    /// A step is done.
+    pub fn step(&mut self, name: &str) {
+        let now = Instant::now();
+        self.steps.push(Step { name: name.into(), ns: nanoseconds(now - self.last) });
+        self.last = now;
+    }
+
+    /// All steps.
+    #[must_use]
+    pub fn steps(self) -> Vec<Step> {
+        self.steps
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Machine {
+    /// Boots a kernel.
+    ///
+    /// # Errors
+    /// If something of it is not possible here, or not what it should be.
+    pub fn boot(boot: &Boot, descriptors: &mut Descriptors) -> Result<Self> {
+        let cpu_count = vcpu_count(boot.shape.vcpus)?;
+        let kvm = Arc::new(Kvm::new(descriptors.take(Role::Kvm)?)?);
+        let mut kernel = File::from(descriptors.take(Role::Kernel)?);
+        let mut initrd = File::from(descriptors.take(Role::Initrd)?);
+        let resources = Resources::take(descriptors)?;
+        let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::No)?;
+        let config = Config { shape: boot.shape, devices: boot.devices.clone() };
+        let baseline = match boot.cpu {
+            Cpu::Baseline => Baseline::Baseline,
+            Cpu::Host => Baseline::Host,
+        };
+        let cpu = CpuModel::new(&kvm, baseline, cpu_count)?;
+        let mut machine = Self::assemble(kvm, &ram, config, cpu, resources, 0, |_, board, vcpus| {
+            let spec = boot::Spec {
+                kernel: &mut kernel,
+                initramfs: Some(&mut initrd),
+                command_line: &boot.cmdline,
+                vcpus: cpu_count,
+                devices: WINDOWS,
+            };
+            let entry = boot::load(&ram, spec)?;
+            board.renew(boot.generation)?;
+            vcpus.iter().try_for_each(|vcpu| entry.apply(vcpu))?;
+            Ok(())
+        })?;
+        machine.run()?;
+        Ok(machine)
+    }
+
+    /// Continues a frozen machine on memory that is this process's own by now.
+    ///
+    /// # Errors
+    /// If the state or the descriptors are not what they should be, and those of the host.
+    pub fn thaw(
+        kvm: Arc<Kvm>,
+        ram: &GuestRam,
+        frozen: &Frozen,
+        resources: Resources,
+        generation: [u8; 16],
+        forks: u32,
+        clock: &mut Clock,
+    ) -> Result<Self> {
+        let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
+        let mut machine = Self::assemble(kvm, ram, config, cpu, resources, forks, |vm, board, vcpus| {
+            clock.step("kvm");
+            for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
+                vcpu.restore(state)?;
+            }
+            vm.restore(&frozen.vm)?;
+            clock.step("vcpus");
+            board.restore(&frozen.devices)?;
+            board.renew(generation)?;
+            clock.step("devices");
+            Ok(())
+        })?;
+        machine.vm.set_clock(&frozen.vm)?;
+        machine.run()?;
+        clock.step("run");
+        Ok(machine)
+    }
+
+    /// Puts a machine together; `fill` gives board and vCPUs what they begin with.
+    fn assemble(
+        kvm: Arc<Kvm>,
+        ram: &GuestRam,
+        config: Config,
+        cpu: CpuModel,
+        resources: Resources,
+        generation: u32,
+        fill: impl FnOnce(&Vm, &Board, &[keiki_hv::Vcpu]) -> Result<()>,
+    ) -> Result<Self> {
+        let vm = kvm.create_vm(ram)?;
+        let end = Arc::new(Event::new().map_err(Error::host("making an event"))?);
+        let fd = |fd: &OwnedFd| fd.try_clone().map_err(Error::host("copying a descriptor"));
+        let (listener, log) = (fd(&resources.listener)?, File::from(fd(&resources.console)?));
+        let board = Board::new(&vm, &config, resources)?;
+        let vcpus: Vec<_> =
+            (0..cpu.vcpus).map(|id| vm.create_vcpu(id, &cpu)).collect::<keiki_hv::Result<_>>()?;
+        fill(&vm, &board, &vcpus)?;
+        let on_end = end.clone();
+        let cpus = Cpus::start(vcpus, board.bus(), move || {
+            // Its counter is nowhere near full.
+            let _ = on_end.signal();
+        })?;
+        let (server, paused) = (None, true);
+        Ok(Self { kvm, vm, cpus, board, config, cpu, end, listener, server, paused, generation, log })
+    }
+
+    fn run(&mut self) -> Result<()> {
+        self.board.resume()?;
+        self.cpus.run();
+        self.paused = false;
+        Ok(())
+    }
+
+    /// Serves until it is a zygote, in the copy that a freeze makes; as a machine it never returns.
+    pub fn serve(mut self) -> Life {
+        let events = self.board.events();
+        loop {
+            let (ready, control) = match self.wait(&events) {
+                Ok(found) => found,
+                Err(error) => self.finish(&format!("the event loop cannot wait ({error})")),
+            };
+            for device in ready {
+                self.board.process(device);
+            }
+            self.look_for_the_end();
+            if control.listener
+                && let Ok(server) = control::accept(&self.listener)
+            {
+                self.server = Some(server);
+            }
+            if control.server
+                && let Some(zygote) = self.request()
+            {
+                // Nothing of the parent's is dropped: threads that are not here, descriptors that are closed.
+                std::mem::forget(self);
+                std::mem::forget(events);
+                return Life::Zygote(zygote);
+            }
+        }
+    }
+
+    /// Devices with something to do, and what there is on the control sockets.
+    fn wait(&self, events: &[(usize, OwnedFd)]) -> rustix::io::Result<(Vec<usize>, Ready)> {
+        let mut fds =
+            vec![PollFd::new(&self.listener, PollFlags::IN), PollFd::new(&*self.end, PollFlags::IN)];
+        fds.extend(events.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
+        fds.extend(self.server.as_ref().map(|server| PollFd::new(server, PollFlags::IN)));
+        match poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let is_ready = |fd: Option<&PollFd<'_>>| fd.is_some_and(|fd| !fd.revents().is_empty());
+        let devices = events.iter().zip(fds.iter().skip(2));
+        let devices = devices.filter(|(_, fd)| is_ready(Some(fd))).map(|((device, _), _)| *device).collect();
+        let server = self.server.is_some() && is_ready(fds.last());
+        Ok((devices, Ready { listener: is_ready(fds.first()), server }))
+    }
+
+    fn look_for_the_end(&mut self) {
+        match self.board.ending() {
+            Some(Ending::Off) => self.finish("guest-shutdown"),
+            Some(Ending::Reset) => self.finish("guest-reset"),
+            None => {}
+        }
+        match self.cpus.ended() {
+            Some(End::PowerOff) => self.finish("guest-shutdown"),
+            // How a kernel that finds no other way reboots.
+            Some(End::Reset | End::Shutdown) => self.finish("guest-reset"),
+            Some(End::Failed(why)) => self.finish(&format!("failed: {why}")),
+            None => {}
+        }
+    }
+
+    /// Last words, to the console log, since nobody need be there to read an exit status.
+    fn finish(&mut self, words: &str) -> ! {
+        use std::io::{Seek, SeekFrom, Write};
+        let _ = self.board.pause(Instant::now() + DRAIN);
+        let _ = self.board.with_disk(|disk| disk.flush());
+        let _ = self.log.seek(SeekFrom::End(0));
+        let _ = writeln!(self.log, "\n{}{words}", control::LAST_WORDS);
+        exit_with(EXIT_END)
+    }
+
+    /// One request. In the copy that a freeze makes: the zygote.
+    fn request(&mut self) -> Option<Box<Zygote>> {
+        let received = self.server.as_mut().map(Server::receive)?;
+        let (request, mut descriptors) = match received {
+            Ok(Some(received)) => received,
+            Err(error) if failed(&error) => {
+                self.server = None;
+                return None;
+            }
+            // Answered already.
+            Err(_) => return None,
+            // The node is gone; this machine is not.
+            Ok(None) => {
+                self.server = None;
+                return None;
+            }
+        };
+        let reply = match request {
+            Request::Hello => Ok(self.hello()),
+            Request::Pause => self.pause().map(|()| Reply::Done),
+            Request::Resume => self.resume().map(|()| Reply::Done),
+            Request::Layers => self.layers(&mut descriptors).map(|()| Reply::Done),
+            Request::Stats => Ok(self.stats()),
+            Request::Freeze(_) => match self.freeze(&mut descriptors) {
+                Ok(Frost::Zygote(zygote)) => return Some(zygote),
+                Ok(Frost::Machine(reply)) => Ok(reply),
+                Err(error) => Err(error),
+            },
+            // The disk is left to the guest: it was flushed where the guest flushed it.
+            Request::Stop => exit_with(0),
+            other => Err(Error::Invalid(format!("{} is not for a machine", other.name()))),
+        };
+        let reply = reply.unwrap_or_else(|error| error.reply());
+        if self.server.as_mut().is_some_and(|server| server.answer(&reply).is_err()) {
+            self.server = None;
+        }
+        None
+    }
+
+    fn hello(&self) -> Reply {
+        let layers = self.board.with_disk(|disk| disk.lower_layers());
+        Reply::Hello(control::Hello {
+            stage: Stage::Machine,
+            paused: self.paused,
+            generation: self.generation,
+            layers: u32::try_from(layers).unwrap_or(u32::MAX),
+        })
+    }
+
+    fn stats(&self) -> Reply {
+        let (exits, console_dropped) = (self.board.bus().exits(), self.board.console_dropped());
+        Reply::Stats(control::Stats { exits, console_dropped })
+    }
+
+    fn pause(&mut self) -> Result<()> {
+        if !self.paused {
+            self.cpus.park(PARK)?;
+            if let Err(error) = self.board.pause(Instant::now() + DRAIN) {
+                self.cpus.run();
+                return Err(error);
+            }
+            self.paused = true;
+        }
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<()> {
+        if self.paused {
+            // The guest's watchdogs would take the pause for a vCPU that hangs.
+            self.cpus.each(|vcpu| vcpu.was_paused())?;
+            self.run()?;
+        }
+        Ok(())
+    }
+
+    fn layers(&mut self, descriptors: &mut Descriptors) -> Result<()> {
+        let layers = crate::board::layers(descriptors.take_all(Role::Layer));
+        Ok(self.board.with_disk(|disk| disk.rebase(layers))?)
+    }
+
+    /// Freezes: the copy is the zygote. See the module text of the crate for the order.
+    fn freeze(&mut self, descriptors: &mut Descriptors) -> Result<Frost> {
+        let control = descriptors.take(Role::Control)?;
+        let top = File::from(descriptors.take(Role::Top)?);
+        let mut clock = Clock::start();
+        let was_paused = self.paused;
+        // Ahead of the pause: what the guest wrote and did not flush.
+        self.board.with_disk(|disk| disk.flush()).map_err(Error::host("flushing the disk"))?;
+        let top = self.board.with_disk(|disk| disk.prepare_top(top))?;
+        clock.step("flush");
+        let parked = Instant::now();
+        self.pause()?;
+        clock.step("park");
+        let done = self.copy(control, top, &mut clock);
+        if matches!(done, Ok(Frost::Zygote(_))) {
+            return done;
+        }
+        let resumed = if was_paused { Ok(()) } else { self.resume() };
+        let pause = parked.elapsed();
+        clock.step("resume");
+        match (done, resumed) {
+            (Ok(Frost::Machine(Reply::Frozen(mut frozen))), Ok(())) => {
+                frozen.vcpu_pause_ns = nanoseconds(pause);
+                frozen.steps = clock.steps();
+                Ok(Frost::Machine(Reply::Frozen(frozen)))
+            }
+            (Ok(_), Err(error)) | (Err(error), _) => Err(error),
+            (Ok(done), Ok(())) => Ok(done),
+        }
+    }
+
+    /// Between park and resume.
+    fn copy(&mut self, control: OwnedFd, top: Top, clock: &mut Clock) -> Result<Frost> {
+        let frozen = Frozen {
+            config: self.config.clone(),
+            cpu: self.cpu.clone(),
+            vm: self.vm.save()?,
+            vcpus: self.cpus.save()?,
+            devices: self.board.save()?,
+        };
+        clock.step("save");
+        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
+            Side::Child => {
+                // Its descriptors are the parent's, closed here already.
+                std::mem::forget(top);
+                let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
+                // An error must not be answered here: this process is not the machine.
+                match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
+                    Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
+                    Err(_) => exit_with(EXIT_THAW),
+                }
+            }
+            Side::Parent { child } => {
+                clock.step("fork");
+                // If this fails, so does the freeze: the node drops its end of the zygote's connection, which ends it.
+                self.board.with_disk(|disk| disk.switch_top(top))?;
+                clock.step("disk");
+                Ok(Frost::Machine(Reply::Frozen(control::Frozen {
+                    pid: child,
+                    vcpu_pause_ns: 0,
+                    private_bytes: 0,
+                    steps: Vec::new(),
+                })))
+            }
+        }
+    }
+}
+
+/// What is ready besides devices.
+struct Ready {
+    listener: bool,
+    server: bool,
+}
+
+/// Who one is after a freeze.
+enum Frost {
+    Machine(Reply),
+    Zygote(Box<Zygote>),
+}
+
+fn vcpu_count(vcpus: u32) -> Result<u8> {
+    let most = boot::layout::MAX_VCPUS;
+    u8::try_from(vcpus)
+        .ok()
+        .filter(|count| (1..=most).contains(count))
+        .ok_or_else(|| Error::Invalid(format!("a machine has 1 to {most} vCPUs, not {vcpus}")))
+}

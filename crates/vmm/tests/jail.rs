@@ -1,0 +1,178 @@
+//! What a monitor may not do, and what others may not do to it.
+
+mod monitor;
+
+use keiki_control::Start;
+use keiki_hv::fork::{Side, exit, fork};
+use monitor::{Monitor, SILENT, USER, place};
+use rustix::process::{Pid, WaitOptions, waitpid};
+use std::{fs, io::Read, path::PathBuf, process::Command};
+
+fn is_root() -> bool {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: needs root");
+        return false;
+    }
+    true
+}
+
+/// Does `what` in a process of its own: how that ended.
+fn in_process(what: impl FnOnce() -> i32) -> (Option<i32>, Option<i32>) {
+    match fork(&[]).unwrap() {
+        Side::Child => exit(what()),
+        Side::Parent { child } => {
+            let pid = Pid::from_raw(child as i32);
+            let (_, status) = waitpid(pid, WaitOptions::empty()).unwrap().unwrap();
+            (status.exit_status(), status.terminating_signal())
+        }
+    }
+}
+
+#[test]
+fn a_machine_and_its_copies_have_nothing() {
+    let Some(place) = place() else { return };
+    if !is_root() {
+        return;
+    }
+    let mut machine = place.boot(SILENT);
+    let (mut zygote, _) = place.freeze(&mut machine);
+    let copy = place.thaw(&mut zygote);
+    for monitor in [&machine, &zygote, &copy] {
+        looks_jailed(monitor);
+    }
+}
+
+fn looks_jailed(monitor: &Monitor) {
+    use std::os::unix::fs::MetadataExt;
+    let proc = PathBuf::from(format!("/proc/{}", monitor.pid()));
+    let status = fs::read_to_string(proc.join("status")).unwrap();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+        assert_eq!(field(set), ["0000000000000000"], "{set}");
+    }
+    assert_eq!(field("Uid:"), vec![USER.to_string(); 4]);
+    assert_eq!(field("Gid:"), vec![USER.to_string(); 4]);
+    assert_eq!(field("Groups:"), [""; 0]);
+    assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), (vec!["1".into()], vec!["2".into()]));
+    // Not dumpable: its files are root's.
+    assert_eq!(fs::metadata(proc.join("mem")).unwrap().uid(), 0);
+    // An empty root, and nothing can be made in it.
+    assert_eq!(fs::read_dir(proc.join("root")).unwrap().count(), 0);
+    let mounts = fs::read_to_string(proc.join("mounts")).unwrap();
+    assert_eq!(mounts.lines().count(), 1, "{mounts}");
+    assert!(mounts.contains("tmpfs ro,"), "{mounts}");
+    for (name, own) in [("mnt", true), ("net", true), ("ipc", true), ("uts", true), ("pid", false)] {
+        let link = |proc: PathBuf| fs::read_link(proc.join("ns").join(name)).unwrap();
+        assert_eq!(link(proc.clone()) != link("/proc/self".into()), own, "{name}");
+    }
+    let limits = fs::read_to_string(proc.join("limits")).unwrap();
+    let limits = limits.split_whitespace().collect::<Vec<_>>().join(" ");
+    for limit in ["Max core file size 0 0", "Max open files 256 256", "Max processes 4096 4096"] {
+        assert!(limits.contains(limit), "{limits}");
+    }
+}
+
+/// A process of the same user, without the filter: it may not read or trace.
+#[test]
+fn a_relative_cannot_look_into_it() {
+    let Some(place) = place() else { return };
+    if !is_root() {
+        return;
+    }
+    let machine = place.boot(SILENT);
+    let pid = machine.pid();
+    let address = machine.ram_start();
+    let (code, _) = in_process(|| {
+        let id = rustix::process::Uid::from_raw(USER);
+        let group = rustix::process::Gid::from_raw(USER);
+        rustix::thread::set_thread_res_gid(group, group, group).unwrap();
+        rustix::thread::set_thread_res_uid(id, id, id).unwrap();
+        let opened = ["mem", "pagemap", "maps", "fd", "environ"]
+            .iter()
+            .filter(|file| {
+                let path = format!("/proc/{pid}/{file}");
+                fs::File::open(&path).is_ok_and(|mut file| file.read(&mut [0; 8]).is_ok())
+                    || fs::read_dir(path).is_ok()
+            })
+            .count();
+        let read = keiki_sys::pages::read_memory(pid, address, &mut [0; 8]).is_ok();
+        opened as i32 + i32::from(read) * 100
+    });
+    assert_eq!(code, Some(0), "something of it can be read");
+}
+
+/// What the filter is for: each of these ends whoever tries.
+#[test]
+#[allow(unsafe_code)]
+fn forbidden_calls_end_the_process() {
+    let me = std::process::id() as i64;
+    #[rustfmt::skip]
+    let forbidden: &[(&str, i64, [i64; 3])] = &[
+        ("kill", libc::SYS_kill, [me, 0, 0]),
+        ("tkill", libc::SYS_tkill, [me, 0, 0]),
+        ("tgkill with another signal", libc::SYS_tgkill, [me, me, libc::SIGKILL as i64]),
+        ("pidfd_open", libc::SYS_pidfd_open, [me, 0, 0]),
+        ("pidfd_send_signal", libc::SYS_pidfd_send_signal, [0, 0, 0]),
+        ("ptrace", libc::SYS_ptrace, [libc::PTRACE_ATTACH as i64, me, 0]),
+        ("process_vm_readv", libc::SYS_process_vm_readv, [me, 0, 0]),
+        ("open", libc::SYS_open, [c"/".as_ptr() as i64, 0, 0]),
+        ("openat", libc::SYS_openat, [libc::AT_FDCWD as i64, c"/".as_ptr() as i64, 0]),
+        ("socket", libc::SYS_socket, [libc::AF_INET as i64, libc::SOCK_STREAM as i64, 0]),
+        ("connect", libc::SYS_connect, [0, 0, 0]),
+        ("execve", libc::SYS_execve, [c"/bin/true".as_ptr() as i64, 0, 0]),
+        ("unshare", libc::SYS_unshare, [libc::CLONE_NEWUSER as i64, 0, 0]),
+        ("clone with a namespace", libc::SYS_clone, [libc::CLONE_NEWUSER as i64 | libc::SIGCHLD as i64, 0, 0]),
+        ("mount", libc::SYS_mount, [0, 0, 0]),
+        ("bpf", libc::SYS_bpf, [0, 0, 0]),
+        ("userfaultfd", libc::SYS_userfaultfd, [0, 0, 0]),
+        ("io_uring_setup", libc::SYS_io_uring_setup, [1, 0, 0]),
+        ("ioctl of a terminal", libc::SYS_ioctl, [0, libc::TIOCSTI as i64, 0]),
+        ("prctl", libc::SYS_prctl, [libc::PR_SET_DUMPABLE as i64, 1, 0]),
+        ("seccomp", libc::SYS_seccomp, [0, 0, 0]),
+        ("setuid", libc::SYS_setuid, [0, 0, 0]),
+    ];
+    for (name, call, [a, b, c]) in forbidden {
+        let (code, signal) = in_process(|| {
+            rustix::thread::set_no_new_privs(true).unwrap();
+            keiki_vmm::jail::filter().unwrap();
+            // SAFETY: the process ends here, either way.
+            unsafe { libc::syscall(*call, *a, *b, *c, 0, 0, 0) };
+            3
+        });
+        assert_eq!((code, signal), (None, Some(libc::SIGSYS)), "{name}");
+    }
+    // And a thread can still be made.
+    let (code, _) = in_process(|| {
+        rustix::thread::set_no_new_privs(true).unwrap();
+        keiki_vmm::jail::filter().unwrap();
+        i32::from(std::thread::spawn(|| 5).join().unwrap_or(0) != 5)
+    });
+    assert_eq!(code, Some(0));
+}
+
+#[test]
+fn it_is_started_by_a_node_only() {
+    let run = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_keiki-vmm")).args(args).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, text) = run(&["--help"]);
+    assert_eq!(code, Some(keiki_vmm::process::EXIT_START));
+    assert!(text.contains("started by a keiki node, not by hand"), "{text}");
+    let start = Start {
+        control: 77,
+        user: None,
+        files: 64,
+        tasks: 64,
+        file_bytes: 1 << 20,
+        oom_score_adj: 0,
+        mark: "x".into(),
+    };
+    let args: Vec<_> = start.to_args().into_iter().map(|arg| arg.into_string().unwrap()).collect();
+    let (code, text) = run(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(code, Some(keiki_vmm::process::EXIT_START));
+    assert!(text.contains("the control descriptor"), "{text}");
+}

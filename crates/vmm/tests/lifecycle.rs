@@ -1,0 +1,239 @@
+//! A machine's life, over its control socket: everything a node does, on a guest of a few bytes.
+
+mod monitor;
+
+use keiki_control::{Reply, Request, Stage};
+use monitor::{COUNT, CRASH, LETTERS, Monitor, OFF, Place, SILENT, place, until};
+use std::os::unix::fs::FileExt;
+
+fn letters(monitor: &Monitor) -> Vec<u8> {
+    monitor.console().bytes().filter(u8::is_ascii_uppercase).collect()
+}
+
+/// Each the one after the other, beginning with the one after `last`.
+fn follows(last: u8, letters: &[u8]) -> bool {
+    let next = |letter: u8| if letter == b'Z' { b'A' } else { letter + 1 };
+    letters.iter().try_fold(last, |last, letter| (*letter == next(last)).then_some(*letter)).is_some()
+}
+
+fn frozen(place: &Place, machine: &mut Monitor) -> Monitor {
+    place.freeze(machine).0
+}
+
+#[test]
+fn a_machine_boots_and_says_what_it_is() {
+    let Some(place) = place() else { return };
+    let mut blank = place.blank();
+    let Reply::Hello(hello) = blank.call(&Request::Hello) else { panic!() };
+    assert_eq!((hello.stage, hello.generation), (Stage::Blank, 0));
+    let mut machine = place.boot(LETTERS);
+    let Reply::Hello(hello) = machine.call(&Request::Hello) else { panic!() };
+    assert_eq!((hello.stage, hello.paused, hello.generation, hello.layers), (Stage::Machine, false, 0, 1));
+    until("it prints", || letters(&machine).len() > 5);
+    assert!(follows(b'A', &letters(&machine)), "{:?}", machine.console());
+    let Reply::Stats(stats) = machine.call(&Request::Stats) else { panic!() };
+    assert!(stats.exits > 5);
+    machine.stop();
+}
+
+#[test]
+fn paused_stands_still() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    assert_eq!(machine.call(&Request::Pause), Reply::Done);
+    assert_eq!(machine.call(&Request::Pause), Reply::Done);
+    let count = machine.peek(COUNT);
+    let Reply::Hello(hello) = machine.call(&Request::Hello) else { panic!() };
+    assert!(hello.paused);
+    let mut zygote = frozen(&place, &mut machine);
+    assert_eq!(machine.peek(COUNT), count, "a freeze does not let a paused machine run");
+    let copy = place.thaw(&mut zygote);
+    copy.counts();
+    assert_eq!(machine.call(&Request::Resume), Reply::Done);
+    assert_eq!(machine.call(&Request::Resume), Reply::Done);
+    machine.counts();
+}
+
+/// Every copy prints the letter after the last one of the frozen machine, and so does the parent.
+#[test]
+fn many_copies_go_on_from_one_instant() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(LETTERS);
+    until("it prints", || letters(&machine).len() > 3);
+    assert_eq!(machine.call(&Request::Pause), Reply::Done);
+    let before = letters(&machine);
+    let mut zygote = frozen(&place, &mut machine);
+    assert_eq!(machine.call(&Request::Resume), Reply::Done);
+    let mut copies: Vec<_> = (0..4).map(|_| place.thaw(&mut zygote)).collect();
+    for copy in copies.iter_mut().chain([&mut machine]) {
+        copy.counts();
+        until("it prints on", || letters(copy).len() > before.len() + 3);
+    }
+    assert!(follows(before[0] - 1, &letters(&machine)));
+    for copy in &copies {
+        // The letter before the freeze may have been printed and its line end not: then the line is the parent's.
+        assert!(follows(*before.last().unwrap(), &letters(copy)), "{before:?} {:?}", copy.console());
+    }
+    let Reply::Hello(hello) = copies[0].call(&Request::Hello) else { panic!() };
+    assert_eq!((hello.stage, hello.generation, hello.layers), (Stage::Machine, 2, 2));
+    let Reply::Hello(hello) = machine.call(&Request::Hello) else { panic!() };
+    assert_eq!(hello.layers, 2, "the old top is a lower layer of the parent too");
+}
+
+#[test]
+fn copies_do_not_see_each_other() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    machine.poke(0x80_0000, 1);
+    let mut zygote = frozen(&place, &mut machine);
+    machine.poke(0x80_0000, 2);
+    let (a, b) = (place.thaw(&mut zygote), place.thaw(&mut zygote));
+    assert_eq!((a.peek(0x80_0000), b.peek(0x80_0000)), (1, 1));
+    a.poke(0x80_0000, 3);
+    b.poke(0x80_0000, 4);
+    let c = place.thaw(&mut zygote);
+    assert_eq!([&machine, &a, &b, &c].map(|m| m.peek(0x80_0000)), [2, 3, 4, 1]);
+    assert_eq!(zygote.peek(0x80_0000), 1);
+    for machine in [&machine, &a, &b, &c] {
+        machine.counts();
+    }
+    let stood = zygote.peek(COUNT);
+    a.counts();
+    assert_eq!(zygote.peek(COUNT), stood, "a zygote runs");
+}
+
+/// Memory on both sides of the hole, and vCPUs that wait to be started.
+#[test]
+fn five_gib_and_four_vcpus() {
+    let Some(place) = place() else { return };
+    let mut machine = place.try_boot(SILENT, 4, 5 << 10).unwrap();
+    // Over nothing, the kernel makes one mapping of both spans, the second below the first.
+    let high = machine.ram_start_of(5 << 10);
+    machine.ram = Some(high + (2 << 30));
+    machine.mem().write_all_at(b"high", high + (1 << 30)).unwrap();
+    let mut zygote = frozen(&place, &mut machine);
+    zygote.ram = machine.ram;
+    machine.kill();
+    let (mut stored, persisted) = place.persist(&mut zygote, None);
+    assert!(persisted.pages < 1000, "{persisted:?}");
+    stored.shape = keiki_control::Shape { vcpus: 4, memory_mib: 5 << 10 };
+    let mut loaded = place.load(&stored);
+    let mut copy = place.thaw(&mut loaded);
+    copy.ram = Some(copy.ram_start_of(3 << 10));
+    let before = copy.peek_at(COUNT);
+    until("it counts", || copy.peek_at(COUNT) != before);
+    let mut found = [0; 4];
+    copy.mem().read_exact_at(&mut found, copy.ram_start_of(2 << 10) + (1 << 30)).unwrap();
+    assert_eq!(&found, b"high");
+}
+
+/// Several thaws under way on one connection: each answers for itself.
+#[test]
+fn copies_are_made_at_once() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    let mut zygote = frozen(&place, &mut machine);
+    let mut wanted = std::collections::BTreeMap::new();
+    let prepared: Vec<_> = (0..6).map(|_| (monitor::thaw_request(), place.copy_files(&zygote))).collect();
+    for (request, (files, fds)) in &prepared {
+        let Request::Thaw(thaw) = request else { panic!() };
+        wanted.insert(thaw.generation, files.clone());
+        zygote.client.ask(request, &monitor::borrow(fds)).unwrap();
+    }
+    for _ in &prepared {
+        let answer = zygote.client.answer(monitor::PATIENCE).unwrap();
+        let Reply::Thawed(thawed) = answer.reply else { panic!("{answer:?}") };
+        assert_eq!(answer.pid, thawed.pid);
+        let files = wanted.remove(&thawed.generation).expect("it answers once");
+        place.adopt(thawed.pid, files).counts();
+    }
+    assert_eq!(wanted.len(), 0);
+}
+
+/// Invariant 3: whoever is killed, in whatever order, nobody else notices.
+#[test]
+fn nobody_depends_on_a_relative() {
+    let Some(place) = place() else { return };
+    for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+        let mut parent = place.boot(SILENT);
+        parent.counts();
+        let mut zygote = frozen(&place, &mut parent);
+        let mut child = place.thaw(&mut zygote);
+        let mut second = frozen(&place, &mut child);
+        let grandchild = place.thaw(&mut second);
+        let alive = [parent, zygote, child, second];
+        let mut killed = Vec::new();
+        for index in order {
+            alive[index].kill();
+            killed.push(index);
+            for (other, monitor) in alive.iter().enumerate().filter(|(other, _)| !killed.contains(other)) {
+                assert!(monitor.lives(), "{other} ended with {index}");
+                if other % 2 == 0 {
+                    monitor.counts();
+                }
+            }
+            grandchild.counts();
+        }
+        grandchild.stop();
+    }
+}
+
+/// Nothing of a blank or a zygote outlives the connection to the node; a machine does.
+#[test]
+fn what_outlives_the_node() {
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    let mut zygote = frozen(&place, &mut machine);
+    let mut copy = place.thaw(&mut zygote);
+    let mut blank = place.blank();
+    for monitor in [&mut machine, &mut zygote, &mut copy] {
+        drop(monitor.disconnect());
+    }
+    drop(blank.disconnect());
+    blank.wait();
+    zygote.wait();
+    for monitor in [&mut machine, &mut copy] {
+        monitor.counts();
+        monitor.client = keiki_control::Client::connect(&monitor.files.as_ref().unwrap().socket).unwrap();
+        let Reply::Hello(hello) = monitor.call(&Request::Hello) else { panic!() };
+        assert_eq!(hello.stage, Stage::Machine);
+    }
+}
+
+#[test]
+fn a_machine_that_ends_says_why() {
+    let Some(place) = place() else { return };
+    for (code, word) in [(OFF, "guest-shutdown"), (CRASH, "guest-reset")] {
+        let machine = place.boot(code);
+        machine.wait();
+        let console = machine.console();
+        assert!(console.lines().any(|line| line == format!("keiki-vmm: {word}")), "{console}");
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_and_changes_nothing() {
+    let Some(place) = place() else { return };
+    let refused = |monitor: &mut Monitor, request: &Request| {
+        monitor.client.call(request, &[], monitor::PATIENCE).expect_err("it was taken").to_string()
+    };
+    let mut blank = place.blank();
+    assert_eq!(refused(&mut blank, &Request::Pause), "Pause is not for a blank monitor");
+    let mut machine = place.boot(SILENT);
+    assert!(refused(&mut machine, &Request::Persist).contains("Persist needs a descriptor"));
+    let mut zygote = frozen(&place, &mut machine);
+    assert_eq!(refused(&mut zygote, &Request::Resume), "Resume is not for a zygote");
+    machine.counts();
+    place.thaw(&mut zygote).counts();
+    for (vcpus, mib, why) in
+        [(0, 16, "1 to 32 vCPUs, not 0"), (33, 16, "not 33"), (1, 0, "guest memory of 0 bytes")]
+    {
+        let error = place.try_boot(SILENT, vcpus, mib).err().expect("it was taken").to_string();
+        assert!(error.contains(why), "{error}");
+    }
+    let error = place.try_boot(SILENT, 1, 1).err().expect("it was taken").to_string();
+    assert!(error.contains("MiB"), "{error}");
+}

@@ -1,0 +1,479 @@
+//! Real monitors with a guest of a few bytes, driven over their control sockets as a node does.
+#![allow(dead_code)]
+
+use keiki_control::{
+    Boot, Client, ControlError, Cpu, Devices, Freeze, Frozen, Load, Persisted, Reply, Request, Role, Shape,
+    Start, Thaw, Thawed, listen,
+};
+use keiki_sys::process::{Process, Setup};
+use std::{
+    fs::File,
+    io::Write,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::unix::{fs::FileExt, net::UnixListener},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const USER: u32 = 1_262_100_001;
+pub const DISK: u64 = 16 << 20;
+/// Where the guest counts.
+pub const COUNT: u64 = 0x2000;
+
+/// Counts, and prints the count as a letter A to Z and a line end, some hundred times a second.
+#[rustfmt::skip]
+pub const LETTERS: &[u8] = &[
+    0xff, 0x05, 0x00, 0x20, 0x00, 0x00,       // inc dword [COUNT]
+    0xa0, 0x04, 0x20, 0x00, 0x00,             // mov al, [COUNT + 4]
+    0x04, 0x01,                               // add al, 1
+    0x3c, 0x1a,                               // cmp al, 26
+    0x72, 0x02,                               // jb +2
+    0xb0, 0x00,                               // mov al, 0
+    0xa2, 0x04, 0x20, 0x00, 0x00,             // mov [COUNT + 4], al
+    0x04, 0x41,                               // add al, 'A'
+    0x66, 0xba, 0xf8, 0x03,                   // mov dx, 0x3f8
+    0xee,                                     // out dx, al
+    0xb0, 0x0a,                               // mov al, '\n'
+    0xee,                                     // out dx, al
+    0xb9, 0x00, 0x10, 0x00, 0x00,             // mov ecx, 4096
+    0x49,                                     // dec ecx
+    0x75, 0xfd,                               // jnz -3
+    0xeb, 0xce,                               // jmp the beginning
+];
+
+/// Counts as fast as it can, without a device.
+pub const SILENT: &[u8] = &[0xff, 0x05, 0x00, 0x20, 0x00, 0x00, 0xeb, 0xf8];
+
+/// Switches the machine off.
+#[rustfmt::skip]
+pub const OFF: &[u8] = &[
+    0x66, 0xba, 0x00, 0x06,                   // mov dx, 0x600
+    0xb0, 0x34,                               // mov al, sleep now, type 5
+    0xee,                                     // out dx, al
+    0xeb, 0xfe,                               // jmp here
+];
+
+/// Triple fault.
+pub const CRASH: &[u8] = &[0x0f, 0x01, 0x1d, 0x00, 0x30, 0x00, 0x00, 0x0f, 0x0b]; // lidt [zeroes]; ud2
+
+/// An ELF file that a PVH loader enters in 32-bit mode at 1 MiB.
+pub fn kernel(code: &[u8]) -> Vec<u8> {
+    const BASE: u64 = 0x10_0000;
+    let mut note = Vec::new();
+    for word in [4_u32, 4, 18] {
+        note.extend(word.to_le_bytes());
+    }
+    note.extend(b"Xen\0");
+    note.extend((BASE as u32).to_le_bytes());
+    let (note_at, code_at) = (0x100_u64, 0x1000_u64);
+    let mut file = vec![0; code_at as usize];
+    file[..16].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    let mut at = 16;
+    let mut put = |bytes: &[u8]| {
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        at += bytes.len();
+    };
+    put(&2_u16.to_le_bytes());
+    put(&62_u16.to_le_bytes());
+    put(&1_u32.to_le_bytes());
+    for word in [BASE, 64, 0] {
+        put(&word.to_le_bytes());
+    }
+    put(&0_u32.to_le_bytes());
+    for half in [64_u16, 56, 2, 0, 0, 0] {
+        put(&half.to_le_bytes());
+    }
+    // Type and flags, then offset, addresses, sizes, alignment.
+    let mut header = |kind: u32, at: u64, to: u64, len: u64| {
+        put(&kind.to_le_bytes());
+        put(&5_u32.to_le_bytes());
+        for word in [at, to, to, len, len, 4] {
+            put(&word.to_le_bytes());
+        }
+    };
+    header(1, code_at, BASE, code.len() as u64);
+    header(4, note_at, 0, note.len() as u64);
+    file[note_at as usize..note_at as usize + note.len()].copy_from_slice(&note);
+    file.extend(code);
+    file
+}
+
+/// An empty overlay for a disk of [`DISK`] bytes: header, reference counts, and a table that maps nothing.
+pub fn empty_layer() -> Vec<u8> {
+    const CLUSTER: usize = 1 << 16;
+    let mut file = vec![0; 4 * CLUSTER];
+    let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &0x5146_49fb_u32.to_be_bytes());
+    put(4, &3_u32.to_be_bytes());
+    put(20, &16_u32.to_be_bytes());
+    put(24, &DISK.to_be_bytes());
+    put(36, &1_u32.to_be_bytes());
+    put(40, &(3 * CLUSTER as u64).to_be_bytes());
+    put(48, &(CLUSTER as u64).to_be_bytes());
+    put(56, &1_u32.to_be_bytes());
+    put(96, &4_u32.to_be_bytes());
+    put(100, &104_u32.to_be_bytes());
+    put(CLUSTER, &(2 * CLUSTER as u64).to_be_bytes());
+    for cluster in 0..4 {
+        put(2 * CLUSTER + 2 * cluster, &1_u16.to_be_bytes());
+    }
+    file
+}
+
+/// None, and says so, where no monitor can run.
+pub fn place() -> Option<Place> {
+    if let Err(error) = keiki_hv::Kvm::open() {
+        println!("skipped: no KVM here: {error}");
+        return None;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
+    std::fs::write(dir.path().join("empty.qcow2"), empty_layer()).unwrap();
+    Some(Place { dir, next: AtomicU32::new(0) })
+}
+
+/// A directory with the files of machines.
+pub struct Place {
+    pub dir: tempfile::TempDir,
+    next: AtomicU32,
+}
+
+/// A monitor, and how to talk to it.
+pub struct Monitor {
+    pub process: Process,
+    pub client: Client,
+    pub files: Option<Files>,
+    /// Where guest memory is, where that was looked up before.
+    pub ram: Option<u64>,
+}
+
+/// What one machine was given.
+#[derive(Clone)]
+pub struct Files {
+    pub socket: PathBuf,
+    pub agent: PathBuf,
+    pub console: PathBuf,
+    /// Bottom first; the last is its top.
+    pub layers: Vec<PathBuf>,
+}
+
+fn open(path: &Path) -> File {
+    File::options().read(true).write(true).create(true).truncate(false).open(path).unwrap()
+}
+
+impl Place {
+    pub fn path(&self, kind: &str) -> PathBuf {
+        self.dir.path().join(format!("{kind}-{}", self.next.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    fn new_top(&self) -> PathBuf {
+        let top = self.path("top");
+        std::fs::copy(self.dir.path().join("empty.qcow2"), &top).unwrap();
+        top
+    }
+
+    pub fn blank(&self) -> Monitor {
+        let (client, theirs) = Client::pair().unwrap();
+        let start = Start {
+            control: std::os::fd::AsRawFd::as_raw_fd(&theirs),
+            user: rustix::process::geteuid().is_root().then_some(USER),
+            files: 256,
+            tasks: 4096,
+            file_bytes: 64 << 30,
+            oom_score_adj: 0,
+            mark: "test".into(),
+        };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_keiki-vmm"));
+        let log = self.dir.path().join("stderr");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        command.args(start.to_args()).env_clear().stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let setup = Setup { keep: vec![theirs], ..Setup::default() };
+        let (process, _) = Process::spawn(&mut command, setup).unwrap();
+        Monitor { process, client, files: None, ram: None }
+    }
+
+    fn new_files(&self, layers: Vec<PathBuf>) -> (Files, Vec<(Role, OwnedFd)>) {
+        let files = Files {
+            socket: self.path("control"),
+            agent: self.path("agent"),
+            console: self.path("log"),
+            layers,
+        };
+        let mut fds: Vec<(Role, OwnedFd)> = vec![
+            (Role::Listener, listen(&files.socket).unwrap()),
+            (Role::Agent, UnixListener::bind(&files.agent).unwrap().into()),
+            (Role::Console, open(&files.console).into()),
+        ];
+        let (top, lower) = files.layers.split_last().unwrap();
+        fds.extend(lower.iter().map(|path| (Role::Layer, File::open(path).unwrap().into())));
+        fds.push((Role::Top, open(top).into()));
+        (files, fds)
+    }
+
+    pub fn try_boot(&self, code: &[u8], vcpus: u32, mib: u32) -> Result<Monitor, ControlError> {
+        let mut monitor = self.blank();
+        let (files, mut fds) = self.new_files(vec![self.dir.path().join("bottom.raw"), self.new_top()]);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&kernel(code)).unwrap();
+        let mut initrd = tempfile::tempfile().unwrap();
+        initrd.write_all(b"nothing").unwrap();
+        fds.extend([
+            (Role::Kvm, open(Path::new("/dev/kvm")).into()),
+            (Role::Kernel, file.into()),
+            (Role::Initrd, initrd.into()),
+        ]);
+        let boot = Request::Boot(Boot {
+            shape: Shape { vcpus, memory_mib: mib },
+            cmdline: String::new(),
+            cpu: Cpu::Baseline,
+            devices: Devices { mac: [2, 0, 0, 0, 0, 1], agent_port: "test".into() },
+            generation: [1; 16],
+        });
+        let reply = monitor.client.call(&boot, &borrow(&fds), PATIENCE)?.reply;
+        assert_eq!(reply, Reply::Done);
+        monitor.client = Client::connect(&files.socket)?;
+        monitor.files = Some(files);
+        Ok(monitor)
+    }
+
+    pub fn boot(&self, code: &[u8]) -> Monitor {
+        self.try_boot(code, 1, 16).unwrap()
+    }
+
+    pub fn freeze(&self, machine: &mut Monitor) -> (Monitor, Frozen) {
+        let (client, theirs) = Client::pair().unwrap();
+        let top = self.new_top();
+        let fds = [(Role::Control, theirs), (Role::Top, open(&top).into())];
+        let answer = machine.client.call(&Request::Freeze(Freeze {}), &borrow(&fds), PATIENCE).unwrap();
+        let Reply::Frozen(frozen) = answer.reply else { panic!("{answer:?}") };
+        let process = Process::open(frozen.pid).unwrap().unwrap();
+        let mut files = machine.files.clone().unwrap();
+        machine.files.as_mut().unwrap().layers.push(top);
+        files.layers.shrink_to_fit();
+        (Monitor { process, client, files: Some(files), ram: None }, frozen)
+    }
+
+    /// Gives the machine one raw layer in place of all that lie below its top.
+    pub fn flatten(&self, machine: &mut Monitor, bottom: &Path) {
+        let fds = [(Role::Layer, File::open(bottom).unwrap().into())];
+        let reply = machine.client.call(&Request::Layers, &borrow(&fds), PATIENCE).unwrap().reply;
+        assert_eq!(reply, Reply::Done);
+        let layers = &mut machine.files.as_mut().unwrap().layers;
+        layers.drain(..layers.len() - 1);
+        layers.insert(0, bottom.to_owned());
+    }
+
+    pub fn try_thaw(&self, zygote: &mut Monitor) -> Result<(Monitor, Thawed), ControlError> {
+        let (files, fds) = self.copy_files(zygote);
+        let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
+        let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
+        assert_eq!(answer.pid, thawed.pid, "somebody else answered");
+        Ok((self.adopt(thawed.pid, files), thawed))
+    }
+
+    /// A machine that was forked off by somebody, by its number and files.
+    pub fn adopt(&self, pid: u32, files: Files) -> Monitor {
+        let process = Process::open(pid).unwrap().unwrap();
+        let client = Client::connect(&files.socket).unwrap();
+        Monitor { process, client, files: Some(files), ram: None }
+    }
+
+    pub fn thaw(&self, zygote: &mut Monitor) -> Monitor {
+        self.try_thaw(zygote).unwrap().0
+    }
+
+    pub fn copy_files(&self, zygote: &Monitor) -> (Files, Vec<(Role, OwnedFd)>) {
+        let mut layers = zygote.files.as_ref().unwrap().layers.clone();
+        layers.push(self.new_top());
+        self.new_files(layers)
+    }
+
+    /// Writes a zygote down, over a base or over nothing.
+    pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
+        let stored = Stored {
+            memory: self.path("mem"),
+            state: self.path("state"),
+            digest: [0; 32],
+            layers: zygote.files.as_ref().unwrap().layers.clone(),
+            shape: Shape { vcpus: 1, memory_mib: 16 },
+        };
+        if let Some(base) = base {
+            keiki_sys::sparse::copy(base, &stored.memory).unwrap();
+        }
+        let persisted = self.try_persist(zygote, &stored, zygote.process.pid()).unwrap();
+        (Stored { digest: persisted.digest, ..stored }, persisted)
+    }
+
+    pub fn try_persist(
+        &self,
+        zygote: &mut Monitor,
+        stored: &Stored,
+        pagemap_of: u32,
+    ) -> Result<Persisted, ControlError> {
+        let fds = [
+            (Role::Memory, open(&stored.memory).into()),
+            (Role::State, open(&stored.state).into()),
+            (Role::Pagemap, File::open(format!("/proc/{pagemap_of}/pagemap")).unwrap().into()),
+        ];
+        match zygote.client.call(&Request::Persist, &borrow(&fds), PATIENCE)?.reply {
+            Reply::Persisted(persisted) => Ok(persisted),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn try_load(&self, stored: &Stored) -> Result<Monitor, ControlError> {
+        let mut monitor = self.blank();
+        let fds = [
+            (Role::Kvm, open(Path::new("/dev/kvm")).into()),
+            (Role::Memory, File::open(&stored.memory).unwrap().into()),
+            (Role::State, File::open(&stored.state).unwrap().into()),
+        ];
+        let load = Request::Load(Load { shape: stored.shape, digest: stored.digest });
+        let answer = monitor.client.call(&load, &borrow(&fds), PATIENCE)?;
+        assert_eq!(answer.reply, Reply::Done);
+        monitor.files = Some(Files {
+            socket: PathBuf::new(),
+            agent: PathBuf::new(),
+            console: PathBuf::new(),
+            layers: stored.layers.clone(),
+        });
+        Ok(monitor)
+    }
+
+    pub fn load(&self, stored: &Stored) -> Monitor {
+        self.try_load(stored).unwrap()
+    }
+}
+
+/// The files of a frozen machine.
+#[derive(Clone)]
+pub struct Stored {
+    pub memory: PathBuf,
+    pub state: PathBuf,
+    pub digest: [u8; 32],
+    pub layers: Vec<PathBuf>,
+    pub shape: Shape,
+}
+
+pub fn thaw_request() -> Request {
+    static NEXT: AtomicU32 = AtomicU32::new(7);
+    let mut generation = [0; 16];
+    generation[..4].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    Request::Thaw(Thaw { generation })
+}
+
+pub fn borrow(fds: &[(Role, OwnedFd)]) -> Vec<(Role, BorrowedFd<'_>)> {
+    fds.iter().map(|(role, fd)| (*role, fd.as_fd())).collect()
+}
+
+impl Monitor {
+    pub fn call(&mut self, request: &Request) -> Reply {
+        self.client.call(request, &[], PATIENCE).unwrap().reply
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Takes the connection away.
+    pub fn disconnect(&mut self) -> Client {
+        std::mem::replace(&mut self.client, Client::pair().unwrap().0)
+    }
+
+    /// Guest memory, from outside.
+    pub fn peek(&self, at: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.mem().read_exact_at(&mut bytes, self.ram_start() + at).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    pub fn poke(&self, at: u64, value: u32) {
+        self.mem().write_all_at(&value.to_le_bytes(), self.ram_start() + at).unwrap();
+    }
+
+    pub fn mem(&self) -> File {
+        open(Path::new(&format!("/proc/{}/mem", self.pid())))
+    }
+
+    /// The one mapping of its size (16 MiB, or what is given).
+    pub fn ram_start(&self) -> u64 {
+        self.ram_start_of(16)
+    }
+
+    /// Looks up where RAM of this size is: [`Monitor::peek_at`] is quick then.
+    pub fn remember_ram(&mut self, mib: u64) {
+        self.ram = Some(self.ram_start_of(mib));
+    }
+
+    pub fn peek_at(&self, at: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.mem().read_exact_at(&mut bytes, self.ram.unwrap() + at).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    /// MiB that the mapping at this address has for itself.
+    pub fn private_of_mapping(&self, start: u64) -> f64 {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
+        let from = smaps.find(&format!("{start:x}-")).unwrap();
+        let lines = smaps[from..].lines().filter(|line| line.starts_with("Private_"));
+        let kib = lines.take(2).filter_map(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
+        kib.sum::<f64>() / 1024.0
+    }
+
+    pub fn ram_start_of(&self, mib: u64) -> u64 {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
+        let mut found = maps.lines().filter_map(|line| {
+            let (range, rest) = line.split_once(' ')?;
+            let (from, to) = range.split_once('-')?;
+            let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
+            (rest.starts_with("rw-p") && to - from == mib << 20).then_some(from)
+        });
+        found.next().unwrap_or_else(|| panic!("no RAM in:\n{maps}"))
+    }
+
+    pub fn console(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.files.as_ref().unwrap().console).unwrap()).into_owned()
+    }
+
+    /// Waits until the guest has counted on.
+    pub fn counts(&self) {
+        let before = self.peek(COUNT);
+        until("the guest counts on", || self.peek(COUNT) != before);
+    }
+
+    pub fn kill(&self) {
+        self.process.kill().unwrap();
+        self.wait();
+    }
+
+    pub fn stop(mut self) {
+        self.disconnect().stop(PATIENCE).unwrap();
+        self.wait();
+    }
+
+    pub fn wait(&self) {
+        until("it ends", || self.process.try_reap().is_some());
+    }
+
+    pub fn lives(&self) -> bool {
+        self.process.try_reap().is_none()
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.try_reap();
+    }
+}
+
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < PATIENCE, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

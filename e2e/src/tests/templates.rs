@@ -1,0 +1,153 @@
+//! Templates: the code interpreter that comes with the product, one of the user's own, and the examples on them.
+
+use crate::{World, node::Places, sandbox::Sandbox};
+use anyhow::{Context, Result, ensure};
+use keiki_client::Client;
+use keiki_types::api::{BuildTemplate, CreateSandbox, ExecRequest};
+use std::{sync::Arc, time::Duration};
+
+/// No disk of the product's is larger.
+const MOST_BYTES: u64 = 700_000_000;
+
+/// A template of a user's.
+const OWN: &str = r#"
+description = "One of my own"
+shape = { vcpus = 1, memory_mib = 192, disk_mib = 1024 }
+packages = ["procps"]
+warm = ["echo warm >/run/warm"]
+
+[env]
+GREETING = "to you"
+
+[files]
+"/usr/local/bin/hello" = """
+#!/bin/sh
+echo hello
+"""
+"#;
+
+/// The directory with the templates of the user that these tests are.
+pub fn own(places: &Places) -> Result<String> {
+    places.file("templates/own.toml", OWN)?;
+    let broken = places.file("templates/broken.toml", "shape = 3")?;
+    Ok(broken.trim_end_matches("/broken.toml").to_owned())
+}
+
+/// Builds to the end.
+async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
+    let mut build = client.build_template(request).await?;
+    while build.ended_at.is_empty() {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        build = client.build(&build.id).await?;
+    }
+    ensure!(build.status == "done", "{} could not be built: {}", build.name, build.error);
+    Ok(())
+}
+
+async fn create(client: &Client, template: &str) -> Result<Sandbox> {
+    let request = CreateSandbox { template: Some(template.into()), ..CreateSandbox::default() };
+    Ok(Sandbox { client: client.clone(), id: client.create(&request).await?.id })
+}
+
+pub async fn a_code_interpreter_has_its_imports_done(world: Arc<World>) -> Result<()> {
+    let client = &world.node.client;
+    let name = "code-interpreter";
+    build(client, &BuildTemplate { name: name.into(), ..BuildTemplate::default() }).await?;
+    let disk = std::process::Command::new("du")
+        .args(["-s", "-B1"])
+        .arg(world.node.data.join("store/templates").join(name))
+        .output()?;
+    let bytes: u64 = String::from_utf8_lossy(&disk.stdout).split('\t').next().unwrap_or_default().parse()?;
+    let ram = u64::from(client.template(&name.parse()?).await?.memory_mb) << 20;
+    ensure!(bytes < MOST_BYTES + ram, "the template takes {bytes} bytes, its RAM included");
+
+    let one = create(client, name).await?;
+    ensure!(
+        one.sh("command -v python; command -v pip").await? == "/opt/venv/bin/python\n/opt/venv/bin/pip",
+        "not first on the path"
+    );
+    let code = "import sys, pandas, sklearn.linear_model; print(len(sys.modules) > 500, sys.argv[1:])";
+    let run = ExecRequest {
+        argv: Some(["warm-python", "-c", code, "a b"].map(String::from).to_vec()),
+        user: Some("nobody".into()),
+        ..ExecRequest::default()
+    };
+    let begun = std::time::Instant::now();
+    let done = client.exec(one.id, &run).await?;
+    ensure!(done.stdout == "True ['a b']\n", "{}{}", done.stdout, done.stderr);
+    let warm = begun.elapsed();
+    let begun = std::time::Instant::now();
+    one.sh("python -c 'import pandas'").await?;
+    let cold = begun.elapsed();
+    ensure!(warm * 2 < cold, "{warm:?} with all of it imported, {cold:?} for one import");
+
+    // What surrounds a run: its user, streams, directory, signals, and an end of its own.
+    ensure!(
+        one.sh("su nobody -s /bin/sh -c 'warm-python -c \"import os; print(os.getuid())\"'").await?
+            == "65534",
+        "user"
+    );
+    ensure!(
+        one.sh("cd /var && echo 'import os; print(os.getcwd())' | X=1 warm-python").await? == "/var",
+        "directory"
+    );
+    ensure!(one.exec("warm-python -c 'raise SystemExit(7)'").await?.exit_code == 7, "exit code");
+    ensure!(
+        one.exec("timeout 1 warm-python -c 'import time; time.sleep(7777)'").await?.exit_code == 124,
+        "signal"
+    );
+    ensure!(one.exec("pgrep -f '777[7]'").await?.exit_code != 0, "a run outlived its caller");
+    one.sh("pip --version && cd /tmp && su nobody -s /bin/sh -c 'pip --version && test -w /opt/venv/lib/python3*/site-packages'").await?;
+
+    // Copies of one waiting process are not one random state.
+    let two = create(client, name).await?;
+    let draw = "warm-python -c 'import random, numpy; print(random.random(), numpy.random.rand())'";
+    let drawn = [one.sh(draw).await?, one.sh(draw).await?, two.sh(draw).await?];
+    let all: std::collections::BTreeSet<&str> = drawn.iter().flat_map(|line| line.split(' ')).collect();
+    ensure!(all.len() == 6, "{drawn:?}");
+    Ok(())
+}
+
+pub async fn a_template_of_ones_own_is_a_file(world: Arc<World>) -> Result<()> {
+    let client = &world.node.client;
+    let refused =
+        client.build_template(&BuildTemplate { name: "broken".into(), ..BuildTemplate::default() }).await;
+    super::refused(refused, 400, "shape")?;
+    let refused =
+        client.build_template(&BuildTemplate { name: "nobodys".into(), ..BuildTemplate::default() }).await;
+    super::refused(refused, 404, "own")?;
+    build(client, &BuildTemplate { name: "own".into(), ..BuildTemplate::default() }).await?;
+    let own = create(client, "own").await?;
+    ensure!(
+        own.sh("hello; echo $GREETING; cat /run/warm").await? == "hello\nto you\nwarm",
+        "not as its file says"
+    );
+    // The shell of a login, and another user's, have the environment too.
+    ensure!(own.sh("su - nobody -s /bin/sh -c 'echo $GREETING'").await? == "to you", "not for a login");
+    let before = client.template(&"own".parse()?).await?.version;
+    build(client, &BuildTemplate { name: "own".into(), ..BuildTemplate::default() }).await?;
+    ensure!(client.template(&"own".parse()?).await?.version == before, "baked again for nothing");
+    build(client, &BuildTemplate { name: "own".into(), rebake: true, ..BuildTemplate::default() }).await?;
+    ensure!(client.template(&"own".parse()?).await?.version != before, "not baked again");
+    ensure!(own.sh("hello").await? == "hello", "a machine of the version before");
+    client.delete_template(&"own".parse()?).await?;
+    Ok(())
+}
+
+/// The programs of `examples/`, as users run them.
+pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
+    for name in ["tree_search", "warm_tests", "code_interpreter"] {
+        let run = tokio::process::Command::new("python3")
+            .arg(format!("examples/{name}.py"))
+            .env("PYTHONPATH", "sdk/python/src")
+            .env("KEIKI_URL", world.node.client.url())
+            .kill_on_drop(true)
+            .output();
+        let done = run.await.context("python3")?;
+        let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+        println!("{}", out.trim_end().replace('\n', "\n        ").replacen("", "        ", 1));
+        ensure!(done.status.success() && out.ends_with(&format!("{name}: ok\n")), "{name}: {out}{err}");
+        ensure!(world.node.client.list(false).await?.is_empty(), "{name} left a sandbox");
+    }
+    Ok(())
+}

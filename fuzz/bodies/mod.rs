@@ -1,0 +1,10 @@
+//! What the fuzz targets do with their bytes. `crates/devices/tests/seeds.rs` does the same without a fuzzer.
+#![allow(dead_code)]
+
+mod bytes;
+pub mod device;
+pub mod layer;
+mod machine;
+pub mod state;
+#[path = "../../crates/devices/tests/support/mod.rs"]
+mod support;

@@ -1,0 +1,7 @@
+//! Fuzzes a hostile driver of each virtio device. `cargo +nightly fuzz run device seeds/device`
+#![no_main]
+
+#[path = "../bodies/mod.rs"]
+mod bodies;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| bodies::device::run(data));

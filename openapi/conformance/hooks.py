@@ -1,0 +1,76 @@
+"""What schemathesis needs to know of a node: which sandboxes there are, and that a 500 is never right.
+
+`KEIKI_CONFORMANCE_IDS` holds a JSON object: `sandbox` and `snapshot`, ids that are there and stay; `spare`, ids that
+may be deleted. Without them nearly every request would be a 404.
+"""
+
+import json
+import os
+import random
+
+import schemathesis
+
+IDS = json.loads(os.environ["KEIKI_CONFORMANCE_IDS"])
+SPARE = list(IDS["spare"])
+# These end the sandbox for the requests after them.
+ENDING = {"delete_sandbox"}
+
+
+@schemathesis.hook
+def map_path_parameters(context, parameters):
+    """Mostly what is there, sometimes what the fuzzer thought of."""
+    operation = context.operation
+    name = operation.definition.raw.get("operationId", "")
+    if name == "delete_template":
+        # All others need it.
+        parameters["name"] = "not-" + str(parameters["name"])
+        return parameters
+    if not parameters or "id" not in parameters or random.random() < 0.25:
+        return parameters
+    if operation.path.startswith("/v1/snapshots"):
+        parameters["id"] = IDS["snapshot"] if operation.method.lower() != "delete" else parameters["id"]
+    elif operation.path.startswith("/v1/sandboxes"):
+        if name in ENDING:
+            if SPARE:
+                parameters["id"] = SPARE.pop()
+        else:
+            parameters["id"] = IDS["sandbox"]
+    return parameters
+
+
+@schemathesis.hook
+def before_call(context, case, kwargs):
+    """Streams that never end say nothing about statuses."""
+    if isinstance(case.query, dict):
+        case.query.pop("follow", None)
+
+
+@schemathesis.hook
+def map_body(context, body):
+    """Commands end, and forks are few: this is about answers, not about load."""
+    if not isinstance(body, dict):
+        return body
+    name = context.operation.definition.raw.get("operationId", "")
+    if name in {"exec", "exec_stream"}:
+        body["timeout_seconds"] = 2
+    if name in {"fork_sandbox", "fork_tree"} and isinstance(body.get("count"), int) and body["count"] in range(3, 65):
+        body["count"] = 2
+    if name == "build_template":
+        body.pop("force", None)
+    return body
+
+
+@schemathesis.check
+def never_500(context, response, case):
+    """A 500 is declared everywhere and right nowhere."""
+    if response.status_code == 500:
+        raise AssertionError(f"the node failed: {response.text[:300]}")
+
+
+@schemathesis.check
+def errors_are_sentences(context, response, case):
+    """Every failure is `{"error": "<sentence>"}`."""
+    if response.status_code < 400:
+        return
+    sentence = json.loads(response.text)["error"]
+    assert isinstance(sentence, str) and sentence, response.text

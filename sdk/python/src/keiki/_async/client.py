@@ -1,0 +1,226 @@
+"""The client: where the node is, with which key, and what is sent again."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import uuid
+from types import TracebackType
+from typing import Any, AsyncGenerator, Dict, List, Mapping, Tuple, Type
+
+from .. import _sse, _wire, errors
+from .._http_async import Body, Response, Transport, sleep
+from ..models import SandboxEvent, items
+from .stream import AsyncStream
+
+
+class AsyncClient:
+    """A node and the key to it. Safe to share between threads.
+
+    ``timeout``: seconds to wait for an answer (None: for ever). Commands wait as long as they may run.
+    ``capacity_retry_seconds``: how long create, restore, fork and snapshot try again while the node answers
+    429 or 503 with ``Retry-After``, which promises that nothing was made; 0: never.
+    ``connection_retries``: how often they are sent again where the connection broke and nobody knows whether
+    something was made. They carry an ``Idempotency-Key``, so the node carries them out once.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        timeout: float | None = 60.0,
+        *,
+        capacity_retry_seconds: float = 60.0,
+        connection_retries: int = 2,
+    ) -> None:
+        if not 0 <= capacity_retry_seconds < float("inf"):
+            raise ValueError("capacity_retry_seconds must be a finite number of at least 0")
+        if connection_retries < 0:
+            raise ValueError("connection_retries must be at least 0")
+        self.url = _wire.node_url(url)
+        self.timeout = timeout
+        self.capacity_retry_seconds = capacity_retry_seconds
+        self.connection_retries = connection_retries
+        self._key = _wire.api_key(api_key)
+        self._transport = Transport(self.url)
+
+    async def close(self) -> None:
+        """Ends the kept-alive connections."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: Type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def version(self) -> Dict[str, Any]:
+        """Version and engine of the node."""
+        answer = await self.call("GET", "/version")
+        return dict(answer) if isinstance(answer, Mapping) else {}
+
+    async def events(
+        self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None
+    ) -> List[SandboxEvent]:
+        """What happened on the node, or to one sandbox, oldest first: the last of it, or what followed the
+        event number ``since``; at most ``limit`` (default 200)."""
+        query = _wire.present({"since": _word(since), "limit": _word(limit)})
+        answer = await self.call("GET", _events_path(sandbox_id), query=query)
+        return [SandboxEvent.parse(event) for event in items(answer, "items")]
+
+    def events_stream(
+        self, *, sandbox_id: str | None = None, since: int | None = None
+    ) -> AsyncStream[SandboxEvent]:
+        """The same, and then what happens, as it happens. Goes on where it was if the connection breaks. The
+        events of one sandbox end with its deletion."""
+        return AsyncStream(self._follow(_events_path(sandbox_id), since))
+
+    async def _follow(self, path: str, since: int | None) -> AsyncGenerator[SandboxEvent, None]:
+        broken = 0
+        while True:
+            query = _wire.present({"since": _word(since), "follow": "true"})
+            headers = {"Accept": "text/event-stream"}
+            try:
+                async with await self.open("GET", path, query=query, headers=headers) as response:
+                    async for event in sse(response):
+                        data = _wire.decode(event.data.encode(), response.status, response.request_id)
+                        if isinstance(data, Mapping):
+                            happened = SandboxEvent.parse(data)
+                            broken, since = 0, happened.seq
+                            yield happened
+                return
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+            await sleep(backoff(broken))
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        json: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        making: bool = False,
+    ) -> Any:
+        """One JSON request to ``/v1``; returns the decoded answer, None for an empty one.
+
+        ``making``: the request makes or moves machines; gets more time. Sent once, see :meth:`make`.
+        """
+        body, type_headers = _wire.json_body(json)
+        timeout = self._making_timeout() if making else self.timeout
+        every = {**type_headers, **(headers or {})}
+        async with await self.open(
+            method, path, query=query, headers=every, body=body, timeout=timeout
+        ) as response:
+            return _wire.decode(await response.read(), response.status, response.request_id)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One request with this body; returns the decoded answer, None for an empty one."""
+        async with await self.open(
+            method, path, query=query, headers=headers, body=body, timeout=self.timeout
+        ) as response:
+            return _wire.decode(await response.read(), response.status, response.request_id)
+
+    async def make(
+        self, path: str, json: Mapping[str, Any] | None, *, idempotency_key: str | None = None
+    ) -> Any:
+        """POST that makes something, sent again while the node says "later, and nothing was made", and where
+        the connection broke. All have one name, so that it is carried out once; without ``idempotency_key``
+        that is a new one."""
+        headers = {"Idempotency-Key": uuid.uuid4().hex if idempotency_key is None else idempotency_key}
+        deadline = time.monotonic() + self.capacity_retry_seconds
+        refused = broken = 0
+        while True:
+            try:
+                return await self.call("POST", path, json=json, headers=headers, making=True)
+            except errors.CapacityError as error:
+                if error.status not in (429, 503) or error.retry_after is None:
+                    raise
+                left = deadline - time.monotonic()
+                if error.retry_after > left or left <= 0:
+                    raise
+                # Spread the crowd that was refused together.
+                wait = min(error.retry_after + random.uniform(0, min(2.0**refused, 15.0)), left)
+                refused += 1
+            except errors.ConnectionError:
+                if broken >= self.connection_retries:
+                    raise
+                broken += 1
+                wait = backoff(broken)
+            await sleep(wait)
+
+    async def open(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Body = None,
+        timeout: float | None = None,
+        command: bool = False,
+    ) -> Response:
+        """One request; returns the answer with its body unread. Raises for any status but 2xx.
+
+        ``command``: a 504 means that the command, not the node, took too long.
+        """
+        every = {**_wire.common_headers(self._key), **(headers or {})}
+        response = await self._transport.send(method, _wire.with_query(path, query), every, body, timeout)
+        if 200 <= response.status < 300:
+            return response
+        async with response:
+            said = await response.read()
+        raise _wire.refusal(response.status, response.request_id, response.retry_after, said, command)
+
+    def _making_timeout(self) -> float | None:
+        return None if self.timeout is None else max(self.timeout, _wire.MAKING_TIMEOUT)
+
+
+async def sse(response: Response) -> AsyncGenerator[_sse.Event, None]:
+    """The server-sent events of an answer."""
+    decoder = _sse.Decoder()
+    async for chunk in response.chunks():
+        for event in decoder.feed(chunk):
+            yield event
+
+
+def backoff(failures: int) -> float:
+    """How long to wait after so many broken connections."""
+    return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
+
+
+def _word(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _events_path(sandbox_id: str | None) -> str:
+    return "/events" if sandbox_id is None else f"/sandboxes/{_wire.segment(sandbox_id)}/events"
+
+
+def default_async_client() -> AsyncClient:
+    """The client that calls use which are given none: made of ``KEIKI_URL`` and ``KEIKI_API_KEY``."""
+    key = (os.environ.get("KEIKI_URL", ""), os.environ.get("KEIKI_API_KEY", ""))
+    with _defaults_lock:
+        client = _defaults.get(key)
+        if client is None:
+            client = _defaults[key] = AsyncClient()
+        return client
+
+
+_defaults: Dict[Tuple[str, str], AsyncClient] = {}
+_defaults_lock = threading.Lock()

@@ -1,0 +1,94 @@
+"""Snapshots: a machine at one instant, kept."""
+
+from __future__ import annotations
+
+import builtins
+from typing import TYPE_CHECKING, Any, Dict, Mapping
+
+from .._wire import segment
+from ..models import Timings, items, labels, number, optional_text, text
+from .client import AsyncClient, default_async_client
+
+if TYPE_CHECKING:
+    from .sandbox import AsyncSandbox
+
+
+class AsyncSnapshot:
+    """Memory, device state and disk of a machine at one instant, stored on the node.
+
+    It needs nothing else: the sandbox it was taken of, and that sandbox's ancestors, may be deleted.
+    """
+
+    def __init__(self, data: Mapping[str, Any], client: AsyncClient) -> None:
+        self._client = client
+        self.id: str = str(data["id"])
+        #: The sandbox it was taken of.
+        self.sandbox_id: str = text(data, "sandbox_id")
+        self.template: str = text(data, "template")
+        self.template_version: str = text(data, "template_version")
+        self.size_bytes: int = number(data, "size_bytes")
+        self.created_at: str = text(data, "created_at")
+        self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
+        self.engine: str = text(data, "engine")
+        self.metadata: Dict[str, str] = labels(data)
+        #: Of the freeze; only on the object that :meth:`AsyncSandbox.snapshot` returned.
+        self.timings: Timings | None = Timings.parse(data.get("timings"))
+
+    @classmethod
+    async def list(
+        cls, *, sandbox_id: str | None = None, client: AsyncClient | None = None
+    ) -> builtins.list[AsyncSnapshot]:
+        """All snapshots, or those of one sandbox, newest first."""
+        client = client or default_async_client()
+        query = None if sandbox_id is None else {"sandbox_id": sandbox_id}
+        answer = await client.call("GET", "/snapshots", query=query)
+        return [cls(data, client) for data in items(answer, "snapshots", "items")]
+
+    @classmethod
+    async def get(cls, id: str, *, client: AsyncClient | None = None) -> AsyncSnapshot:
+        """The snapshot with this id."""
+        client = client or default_async_client()
+        return cls(await client.call("GET", f"/snapshots/{segment(id)}"), client)
+
+    async def restore(
+        self,
+        *,
+        ttl_seconds: int | None = None,
+        persistent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
+        from .sandbox import AsyncSandbox
+
+        return await AsyncSandbox.create(
+            from_snapshot=self.id,
+            ttl_seconds=ttl_seconds,
+            persistent=persistent,
+            metadata=metadata,
+            client=self._client,
+            idempotency_key=idempotency_key,
+        )
+
+    async def fork(
+        self,
+        *,
+        ttl_seconds: int | None = None,
+        persistent: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
+        return await self.restore(
+            ttl_seconds=ttl_seconds,
+            persistent=persistent,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
+
+    async def delete(self) -> None:
+        """Removes it. Sandboxes restored from it and later snapshots are not touched."""
+        await self._client.call("DELETE", f"/snapshots/{segment(self.id)}")
+
+    def __repr__(self) -> str:
+        return f"AsyncSnapshot(id={self.id!r}, sandbox_id={self.sandbox_id!r})"

@@ -1,0 +1,130 @@
+# Made of _async/command.py by unasync.py: change that, and run it.
+"""Commands that go on without their caller."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Generator, Mapping, Tuple
+
+from . import errors
+from ._exec import exec_event
+from ._http import sleep
+from ._wire import present, segment
+from .models import ExecEvent, number, optional_number, text
+from .client import Client, backoff, sse
+from .stream import Stream
+
+#: How often :meth:`Command.wait` looks, at first and later.
+SOON, LATER = 0.1, 1.0
+
+
+class Command:
+    """A command in a sandbox, running or ended. The guest keeps it, with the last MiB of each of its streams:
+    a fork has its own copy of it, and neither a lost connection nor a restart of the node ends it.
+
+    Attributes show what the node said last; :meth:`refresh` asks again.
+    """
+
+    def __init__(self, data: Mapping[str, Any], client: Client, sandbox_id: str) -> None:
+        self._client = client
+        self.sandbox_id = sandbox_id
+        self.id: str = str(data["id"])
+        self._path = f"/sandboxes/{segment(sandbox_id)}/execs/{segment(self.id)}"
+        self._update(data)
+
+    def _update(self, data: Mapping[str, Any]) -> None:
+        #: running or exited.
+        self.status: str = text(data, "status")
+        self.argv: Tuple[str, ...] = tuple(str(part) for part in data.get("argv") or [])
+        self.pid: int = number(data, "pid")
+        self.started_at: str = text(data, "started_at")
+        #: Somebody reads its output now.
+        self.attached: bool = bool(data.get("attached"))
+        #: Bytes it has written so far.
+        self.stdout_bytes: int = number(data, "stdout_bytes")
+        self.stderr_bytes: int = number(data, "stderr_bytes")
+        #: None while it runs.
+        self.exit_code: int | None = optional_number(data, "exit_code")
+        #: It was killed because its time was up.
+        self.timed_out: bool = bool(data.get("timed_out"))
+        self.duration_ms: int | None = optional_number(data, "duration_ms")
+
+    def refresh(self) -> Command:
+        """Asks the node for the state of now; returns self."""
+        self._update(self._client.call("GET", self._path))
+        return self
+
+    def stream(
+        self, *, stdout_offset: int | None = None, stderr_offset: int | None = None, tail: int | None = None
+    ) -> Stream[ExecEvent]:
+        """Its output from these offsets on (default: from the beginning), or only the last ``tail`` bytes and
+        what follows, then its exit. Goes on where it was if the connection breaks; closing it ends nothing.
+        One reader at a time: a new one takes over. An ``offset`` that jumps tells that output was overwritten
+        before anybody read it."""
+        place = {"stdout_offset": stdout_offset, "stderr_offset": stderr_offset, "tail": tail}
+        return Stream(self._read({name: str(at) for name, at in present(place).items()}))
+
+    def wait(self, timeout_seconds: float | None = None) -> int:
+        """Waits until it has ended, whoever reads it; returns its exit code. After ``timeout_seconds``
+        it raises :class:`TimeoutError_`, and the command goes on."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        nap = SOON
+        while True:
+            self.refresh()
+            if self.exit_code is not None:
+                return self.exit_code
+            if deadline is not None and time.monotonic() >= deadline:
+                raise errors.TimeoutError_(f"the command still runs after {timeout_seconds} s")
+            sleep(nap)
+            nap = min(nap * 1.5, LATER)
+
+    def write(self, data: str | bytes, *, eof: bool = False) -> int:
+        """Gives it input, and with ``eof`` its end; returns how many bytes it took."""
+        body = data.encode() if isinstance(data, str) else data
+        return self._stdin(body, {"eof": "true"} if eof else None)
+
+    def close_stdin(self) -> None:
+        """Ends its input."""
+        self._stdin(b"", {"eof": "true"})
+
+    def signal(self, signal: str | int) -> None:
+        """Sends a signal, by name or number, to every process of it."""
+        self._client.call("POST", self._path + "/signal", json={"signal": signal})
+
+    def kill(self) -> None:
+        """Kills what still runs of it, and forgets it."""
+        self._client.call("DELETE", self._path)
+
+    def _stdin(self, body: bytes, query: Mapping[str, str] | None) -> int:
+        client = self._client
+        headers = {"Content-Type": "application/octet-stream"}
+        return number(
+            client.send("POST", self._path + "/stdin", body, query=query, headers=headers), "bytes"
+        )
+
+    def _read(self, query: Mapping[str, str]) -> Generator[ExecEvent, None, None]:
+        headers = {"Accept": "text/event-stream"}
+        broken = 0
+        while True:
+            try:
+                with self._client.open(
+                    "GET", self._path + "/stream", query=query, headers=headers
+                ) as response:
+                    for event in sse(response):
+                        headers["Last-Event-ID"] = event.id or headers.get("Last-Event-ID", "0-0")
+                        broken = 0
+                        parsed = exec_event(event)
+                        if parsed is None:
+                            continue
+                        yield parsed
+                        if parsed.kind == "exit":
+                            return
+                raise errors.ExecInterrupted("the output ended before the exit code came")
+            except errors.ConnectionError:
+                if broken >= self._client.connection_retries:
+                    raise
+                broken += 1
+            sleep(backoff(broken))
+
+    def __repr__(self) -> str:
+        return f"Command(id={self.id!r}, argv={self.argv!r}, status={self.status!r})"
