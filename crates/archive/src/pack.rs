@@ -60,7 +60,8 @@ impl<W: Write> Packer<W> {
         header.set_metadata_in_mode(meta, HeaderMode::Complete);
         if kind.is_dir() {
             self.counts.dirs += 1;
-            self.builder.append_data(&mut header, name, io::empty()).about(at)
+            // With a slash at its end, as tar itself has it.
+            self.builder.append_data(&mut header, name.join(""), io::empty()).about(at)
         } else if kind.is_symlink() {
             self.counts.symlinks += 1;
             let target = fs::read_link(at).about(at)?;

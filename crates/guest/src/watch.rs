@@ -17,6 +17,7 @@ use std::{
     mem::MaybeUninit,
     os::{fd::OwnedFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 use tokio::{io::Interest, sync::mpsc, task::spawn_blocking};
 use tonic::Status;
@@ -25,6 +26,8 @@ use tonic::Status;
 const MAX_DIRS: usize = 16_384;
 /// Events read at once.
 const BATCH: usize = 16 << 10;
+/// Between the two halves of a move.
+const MOVE: Duration = Duration::from_millis(10);
 
 /// Watches until nobody listens any more, or what is watched is gone.
 pub async fn watch(
@@ -171,9 +174,16 @@ impl Watcher {
         let mut reader = Reader::new(fd, &mut buffer);
         // Where something went from, until it is known where to.
         let mut left = None;
+        let mut patience = 1;
         loop {
             let raw = match reader.next() {
                 Ok(raw) => raw,
+                // The kernel tells of a move in two steps: where from, and a moment later where to.
+                Err(Errno::AGAIN) if left.is_some() && patience > 0 => {
+                    patience -= 1;
+                    std::thread::sleep(MOVE);
+                    continue;
+                }
                 Err(Errno::AGAIN) => {
                     self.drained = true;
                     break;
@@ -191,7 +201,7 @@ impl Watcher {
             if self.over {
                 return Ok(told);
             }
-            if reader.is_buffer_empty() {
+            if reader.is_buffer_empty() && left.is_none() {
                 break;
             }
         }

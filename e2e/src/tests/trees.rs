@@ -42,11 +42,12 @@ pub async fn a_tree_moves_whole_from_one_to_another(world: Arc<World>) -> Result
     let (theirs, ours) = (from.sh(&list).await?, to.sh(&list).await?);
     ensure!(theirs == ours, "it changed:\n{theirs}\n{ours}");
     // Cut off: nothing of it is there.
-    let cut = stream::iter([Ok(Bytes::copy_from_slice(&tar[..100_000])), Err(std::io::Error::other("cut"))]);
+    let half = tar.len() / 1024 * 512;
+    let cut = stream::iter([Ok(Bytes::copy_from_slice(&tar[..half])), Err(std::io::Error::other("cut"))]);
     to.sh("mkdir /root/cut").await?;
     let broken = to.client.write_archive(to.id, "/root/cut", how, cut).await;
     ensure!(broken.is_err(), "a cut archive was taken");
-    let empty = to.client.write_archive(to.id, "/root/cut", how, whole(tar[..100_352].to_vec())).await;
+    let empty = to.client.write_archive(to.id, "/root/cut", how, whole(tar[..half].to_vec())).await;
     refused(empty, 400, "not whole")?;
     let mut left = String::new();
     for _ in 0..50 {

@@ -150,7 +150,7 @@ pub(super) async fn stdin(
 ) -> Result<Json<InputTaken>> {
     let body = Upload::of(request);
     let taken = app.api.write_exec(id, &exec, body.chunks(), query.eof).await;
-    Ok(Json(InputTaken { bytes: body.settle(taken).await? }))
+    Ok(Json(InputTaken { bytes: body.settle(taken)? }))
 }
 
 #[cfg(test)]

@@ -141,7 +141,7 @@ pub(super) async fn write(
         app.api.write_file(id, &path, mode, body.chunks()).await
     };
     let written = written.await;
-    let bytes = body.settle(written).await?;
+    let bytes = body.settle(written)?;
     Ok(Json(FsWritten { path, bytes }))
 }
 

@@ -87,7 +87,7 @@ pub(super) async fn unpack(
         app.api.unpack(id, &query.path, how, body.chunks()).await
     };
     let unpacked = unpacked.await;
-    body.settle(unpacked).await.map(Json)
+    body.settle(unpacked).map(Json)
 }
 
 /// What changes at or below a path, as events named by their kind. The first is `ready`; `overflow` says that some are

@@ -47,15 +47,15 @@ impl Upload {
         chunks.boxed()
     }
 
-    /// What came of it. After a failure the rest of the body is read for a while.
-    pub(super) async fn settle<T>(self, done: Result<T>) -> Result<T> {
+    /// What came of it. After a failure the rest of the body is read for a while, beside the answer.
+    pub(super) fn settle<T>(self, done: Result<T>) -> Result<T> {
         if done.is_err() {
-            self.drain().await;
+            tokio::spawn(async move { self.drain().await });
         }
         done
     }
 
-    /// Reads on for a while: a client in the middle of sending would see a reset instead of the answer.
+    /// Reads on for a while: a client in the middle of sending would see a reset before it has read the answer.
     async fn drain(&self) {
         let read = async {
             let mut body = self.body.lock().await;
@@ -65,7 +65,7 @@ impl Upload {
                 left = rest;
             }
         };
-        // Past the time the client sees the reset after all.
+        // Past the time the client is cut off.
         let _ = tokio::time::timeout(DRAIN_TIME, read).await;
     }
 }
