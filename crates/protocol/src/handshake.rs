@@ -131,7 +131,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{HELLO_LEN, Hello, HelloError, Scanner, crc32c};
+    use super::{HELLO_LEN, Hello, HelloError, Scanner, VERSION, crc32c};
 
     #[test]
     fn crc_matches_the_published_check_value() {
