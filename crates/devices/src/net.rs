@@ -144,7 +144,9 @@ impl Net {
     fn deliver(&mut self, rings: &mut Rings) -> Result<bool, Fault> {
         let mergeable = self.has(VIRTIO_NET_F_MRG_RXBUF);
         let (mut chains, mut room) = (Vec::new(), 0_u64);
-        while room < self.pending as u64 && (mergeable || chains.is_empty()) {
+        // A driver cannot have given more than the queue holds; one that seems to gives chains without room.
+        let most = usize::from(rings.size(RX));
+        while room < self.pending as u64 && (mergeable || chains.is_empty()) && chains.len() < most {
             let Some(chain) = rings.take(RX)? else {
                 rings.untake(RX, chains.len());
                 return Ok(false);

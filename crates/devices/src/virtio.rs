@@ -337,6 +337,11 @@ pub struct Rings {
 }
 
 impl Rings {
+    /// How many chains a queue can hold.
+    pub fn size(&self, index: usize) -> u16 {
+        self.queues.get(index).map_or(0, QueueT::size)
+    }
+
     /// Guest RAM.
     pub fn memory(&self) -> &Memory {
         &self.memory
@@ -406,8 +411,15 @@ impl Rings {
     /// Takes the next chain, for devices that use several for one thing. It must be given to [`Rings::publish`] or
     /// [`Rings::untake`]. Notifications are on when there is none.
     pub fn take(&mut self, index: usize) -> Result<Option<Chain>, Fault> {
+        // A driver that refills bad chains as fast as they are given back has its turn, and waits for the next.
+        let mut turn = 0;
         loop {
             let Some(queue) = usable(&mut self.queues, self.live, index) else { return Ok(None) };
+            if turn > queue.size() {
+                self.events.get(index).map(Event::signal);
+                return Ok(None);
+            }
+            turn += 1;
             let Some(chain) = queue.iter(&self.memory)?.next() else {
                 if queue.enable_notification(&self.memory)? {
                     continue;

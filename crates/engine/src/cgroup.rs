@@ -111,8 +111,13 @@ impl LineageGroup {
         }
     }
 
-    /// What all relatives together may use.
+    /// What all relatives together may use. Not less than they use now: the kernel would end one of them. That is the
+    /// case while some are found again after the node began anew, and while an ended one is not quite gone.
     pub(crate) fn limit(&self, bytes: u64) {
+        let used = fs::read_to_string(self.0.join("memory.current")).unwrap_or_default();
+        if used.trim().parse::<u64>().is_ok_and(|used| used > bytes) {
+            return;
+        }
         if let Err(error) = fs::write(self.0.join("memory.max"), bytes.to_string()) {
             tracing::warn!(group = %self.0.display(), %error, "relatives have another memory limit than they should");
         }

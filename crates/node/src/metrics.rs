@@ -21,7 +21,19 @@ use std::{
 const BOUNDS: [f64; 15] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
 /// Steps that guests time. Their names come from the guest: others are counted together.
-const GUEST_STEPS: [&str; 5] = ["entropy", "clock", "hostname", "generation", "thaw_user"];
+const GUEST_STEPS: [&str; 11] = [
+    "entropy",
+    "clock",
+    "hostname",
+    "machine_id",
+    "seeds",
+    "host_keys",
+    "connections",
+    "secrets",
+    "generation",
+    "hooks",
+    "thaw_user",
+];
 /// Methods that requests may have; others are counted together.
 const METHODS: [&str; 7] = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"];
 

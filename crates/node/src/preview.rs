@@ -96,7 +96,8 @@ impl Previews {
         let until = until.parse().ok()?;
         // Compared in constant time.
         let is_ours = blake3::Hash::from_hex(seal).is_ok_and(|seal| seal == self.seal(target, until));
-        let left = (UNIX_EPOCH + Duration::from_secs(until)).duration_since(SystemTime::now()).ok()?;
+        let end = UNIX_EPOCH.checked_add(Duration::from_secs(until))?;
+        let left = end.duration_since(SystemTime::now()).ok()?;
         is_ours.then_some(left)
     }
 

@@ -27,7 +27,7 @@ const HEADER: usize = 52;
 /// A machine of 32 vCPUs has less than 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
 /// More parts than any machine has.
-const MAX_PARTS: usize = 256;
+const MAX_PARTS: u64 = 256;
 
 const MACHINE: &str = "machine";
 const MACHINE_VERSION: u16 = 1;
@@ -109,19 +109,19 @@ impl Frozen {
     /// # Errors
     /// A sentence that says what is wrong.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let parts: Vec<State> = match postcard::take_from_bytes(body(bytes)?) {
+        let body = body(bytes)?;
+        // How many there are comes first; counted before they are parsed.
+        let count = postcard::take_from_bytes::<u64>(body).map_or(0, |(count, _)| count);
+        if count > MAX_PARTS {
+            return refused(format!("the state file has {count} parts, at most {MAX_PARTS} are read"));
+        }
+        let parts: Vec<State> = match postcard::take_from_bytes(body) {
             Ok((parts, [])) => parts,
             Ok(_) => return refused("the state file has bytes behind its last part".into()),
             Err(error) => {
                 return refused(format!("the parts of the state file cannot be told apart ({error})"));
             }
         };
-        if parts.len() > MAX_PARTS {
-            return refused(format!(
-                "the state file has {} parts, at most {MAX_PARTS} are read",
-                parts.len()
-            ));
-        }
         let mut parts = parts.into_iter();
         let config: Config = unpack(parts.next(), MACHINE, MACHINE_VERSION)?;
         if !(1..=u32::from(crate::boot::layout::MAX_VCPUS)).contains(&config.shape.vcpus) {
@@ -319,7 +319,10 @@ mod tests {
         assert!(changed(&|f| f.cpu.vcpus = 1).contains("another number of vCPUs"));
         assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 belongs"));
         assert!(changed(&|f| f.vcpus.truncate(1)).contains("state of a thing device where"));
-        let many = vec![State { kind: "x".into(), version: 0, data: Vec::new() }; MAX_PARTS + 1];
+        let many = vec![
+            State { kind: "x".into(), version: 0, data: Vec::new() };
+            usize::try_from(MAX_PARTS).unwrap() + 1
+        ];
         assert!(refused(&many).contains("257 parts"));
         // A kernel structure with a byte too few, its length told right.
         let mut parts = parts();

@@ -58,7 +58,10 @@ fn thread_creation() -> Made<BpfProgram> {
 fn allowed() -> Made<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<Rule>> = CALLS.iter().map(|(call, _)| (*call, vec![])).collect();
     rules.insert(libc::SYS_ioctl, requests()?);
-    rules.insert(libc::SYS_clone, vec![flags_without(0, NAMESPACES)?]);
+    // Copies of descriptors, and their flags. Not who gets a signal when one is ready: any relative could be made to.
+    let orders = FCNTL.map(|order| equals(1, order.unsigned_abs().into()));
+    rules.insert(libc::SYS_fcntl, orders.into_iter().collect::<Made<_>>()?);
+    rules.insert(libc::SYS_clone, vec![flags_without(0, NAMESPACES | PARENT)?]);
     // The kick of a vCPU thread, which does nothing to whoever gets it.
     rules.insert(libc::SYS_tgkill, vec![equals(2, libc::SIGRTMIN().unsigned_abs().into())?]);
     let calls = [libc::PR_SET_NAME, libc::PR_SET_VMA].map(|option| equals(0, option.unsigned_abs().into()));
@@ -69,6 +72,12 @@ fn allowed() -> Made<BpfProgram> {
 
 /// Flags of `clone` that make namespaces.
 const NAMESPACES: u64 = 0x7e02_0000;
+/// And the one that makes the child its parent's sibling: the node's child, which waits for none.
+const PARENT: u64 = 0x8000;
+
+/// What may be ordered with `fcntl`.
+const FCNTL: [libc::c_int; 6] =
+    [libc::F_DUPFD, libc::F_DUPFD_CLOEXEC, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL];
 
 /// System calls, and what for.
 const CALLS: &[(i64, &str)] = &[
@@ -94,7 +103,6 @@ const CALLS: &[(i64, &str)] = &[
     (libc::SYS_close, "descriptors"),
     (libc::SYS_close_range, "a copy closes what is its parent's"),
     (libc::SYS_dup, "copies of descriptors"),
-    (libc::SYS_fcntl, "copies of descriptors, and their flags"),
     (libc::SYS_eventfd2, "events of devices"),
     (libc::SYS_timerfd_create, "the rate limit of the entropy device"),
     (libc::SYS_timerfd_settime, "the rate limit of the entropy device"),

@@ -194,12 +194,16 @@ impl Machine {
                 self.board.process(device);
             }
             self.look_for_the_end();
+            // What was ready was the one before: the new one is asked in the next round.
+            let mut is_new = false;
             if control.listener
                 && let Ok(server) = control::accept(&self.listener)
             {
                 self.server = Some(server);
+                is_new = true;
             }
             if control.server
+                && !is_new
                 && let Some(zygote) = self.request()
             {
                 // Nothing of the parent's is dropped: threads that are not here, descriptors that are closed.

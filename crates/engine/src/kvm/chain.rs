@@ -51,6 +51,8 @@ const MANY: usize = 32;
 pub(super) const PLACE: &str = "flat";
 /// The layer that gets what the others have, and the last of these, in there.
 const FLAT: &str = "flat";
+/// And the copy of it that is kept.
+const OURS: &str = "ours";
 const LAST: &str = "last";
 /// Where the jail shows that.
 const INSIDE: &str = "m";
@@ -211,11 +213,14 @@ impl Work<'_> {
         names.push(LAST.into());
         self.commit(&names)?;
         let (made, kept) = (self.place.join(FLAT), layer_path(&resources.dir, &flat.name));
-        show(&made)?;
-        chown(&made, Some(rustix::process::geteuid().as_raw()), None)
-            .map_err(EngineError::at("keep", &made))?;
-        File::open(&made).and_then(|file| file.sync_all()).map_err(EngineError::at("flush", &made))?;
-        fs::rename(&made, &kept).map_err(EngineError::at("keep", &kept))
+        // As a copy that is ours: whoever wrote it may still have it open.
+        let ours = self.place.join(OURS);
+        let from = File::open(&made).map_err(EngineError::at("open", &made))?;
+        let to = File::create_new(&ours).map_err(EngineError::at("make", &ours))?;
+        keiki_sys::files::reflink(&from, &to).map_err(EngineError::at("fill", &ours))?;
+        show(&ours)?;
+        to.sync_all().map_err(EngineError::at("flush", &ours))?;
+        fs::rename(&ours, &kept).map_err(EngineError::at("keep", &kept))
     }
 
     /// A copy of a layer that the tool may change.

@@ -53,6 +53,11 @@ async fn try_freeze(
     image: &Image,
 ) -> Result<(KvmFrozen, FreezeReport)> {
     let mut watch = Stopwatch::start();
+    // One whose outcome is not known would be overwritten, and with it a layer forgotten.
+    settle(machine, record).await;
+    if record.next_top.is_some() {
+        return Err(EngineError::Monitor("does not say whether its disk has switched".into()));
+    }
     super::chain::settle(machine, record).await?;
     let top = prepare(machine, record).await?;
     let (client, theirs) = Client::pair().map_err(failed)?;

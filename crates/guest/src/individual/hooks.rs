@@ -57,8 +57,11 @@ fn find(directory: &Path) -> io::Result<Vec<PathBuf>> {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let is_leftover = name.starts_with('.') || name.ends_with('~') || name.contains(".dpkg-");
+        if is_leftover {
+            continue;
+        }
         let meta = fs::metadata(&path)?;
-        if !is_leftover && meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
+        if meta.is_file() && meta.permissions().mode() & 0o111 != 0 {
             found.push(path);
         }
         if found.len() > MAX {

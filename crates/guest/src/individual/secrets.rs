@@ -45,12 +45,18 @@ pub fn take(wanted: &[String]) -> io::Result<Vec<Secret>> {
 
 fn take_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Secret>> {
     let mut taken = vec![];
+    let mut files = vec![];
     for name in names(directory)?.into_iter().filter(|name| wanted.contains(name)) {
         let file = OpenOptions::new().read(true).write(true).open(directory.join(&name))?;
         let mut value = vec![];
         (&file).take(MAX_BYTES).read_to_end(&mut value)?;
-        wipe(&file)?;
+        files.push(file);
         taken.push(Secret { name, value: value.into(), owner: String::new() });
+    }
+    // Only once all are read: what goes wrong before has changed nothing, and what goes wrong now is put back.
+    if let Err(error) = files.iter().try_for_each(wipe) {
+        put_back_in(directory, &taken)?;
+        return Err(error);
     }
     Ok(taken)
 }
@@ -68,12 +74,21 @@ fn put_back_in(directory: &Path, secrets: &[Secret]) -> io::Result<()> {
     Ok(())
 }
 
+/// What is no file of a plain name is user work's.
 fn names(directory: &Path) -> io::Result<Vec<String>> {
-    match fs::read_dir(directory) {
-        Ok(entries) => entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(vec![]),
-        Err(error) => Err(error),
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(error) => return Err(error),
+    };
+    let mut names = vec![];
+    for entry in entries {
+        let entry = entry?;
+        if let (true, Ok(name)) = (entry.file_type()?.is_file(), entry.file_name().into_string()) {
+            names.push(name);
+        }
     }
+    Ok(names)
 }
 
 /// Zeroes where the bytes lie.

@@ -92,7 +92,7 @@ pub(super) async fn delete(
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/stream", tag = "exec", operation_id = "attach_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
         FromQuery),
-    responses((status = 200, description = "Its events", body = String, content_type = "text/event-stream"),
+    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
         Any, Asked, Named, Guest))]
 pub(super) async fn attach(
     State(app): State<App>,

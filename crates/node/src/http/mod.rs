@@ -11,6 +11,7 @@
 //!
 //! The path and method of a route are written once, at its handler; the router and the document read them there.
 
+mod alive;
 mod api;
 mod body;
 mod document;

@@ -8,6 +8,7 @@
 
 use super::{
     App,
+    alive::{DEAD_AFTER, pings},
     document::{Any, Asked, Guest, Named},
     errors,
     exec::EXEC,
@@ -33,16 +34,11 @@ use futures::{
 };
 use keiki_types::api::{ErrorBody, ExecRequest};
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
 use tracing::Instrument;
 use utoipa::IntoParams;
 
 /// Largest message of a client.
 const LARGEST: usize = 1 << 20;
-/// A silent connection is probed so often,
-const PING_EVERY: Duration = Duration::from_secs(20);
-/// and given up when nothing came for so long.
-const DEAD_AFTER: Duration = Duration::from_secs(90);
 /// What is run where nothing is asked for.
 const SHELL: &str = r#"exec "$(command -v bash || command -v sh)" -l"#;
 
@@ -160,12 +156,16 @@ async fn output(
     mut events: BoxStream<'static, Result<ExecEvent>>,
     client: &mut SplitSink<WebSocket, Message>,
 ) {
+    let mut pings = pings();
     loop {
-        let Ok(event) = tokio::time::timeout(PING_EVERY, events.next()).await else {
-            if client.send(Message::Ping(Bytes::new())).await.is_err() {
-                return;
+        let event = tokio::select! {
+            event = events.next() => event,
+            _ = pings.tick() => {
+                if client.send(Message::Ping(Bytes::new())).await.is_err() {
+                    return;
+                }
+                continue;
             }
-            continue;
         };
         let failure = match event {
             Some(Ok(ExecEvent::Stdout { data, .. } | ExecEvent::Stderr { data, .. })) => {

@@ -7,6 +7,7 @@
 
 use super::{
     App,
+    alive::{DEAD_AFTER, PING_EVERY, pings},
     document::{Any, Asked, Guest, Named},
     errors,
     extract::{OfPort, OfSandbox},
@@ -27,7 +28,6 @@ use futures::{
 };
 use keiki_types::api::ErrorBody;
 use serde::Deserialize;
-use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
@@ -36,10 +36,6 @@ use tracing::Instrument;
 const LARGEST: usize = 1 << 20;
 /// Bytes of one message of ours.
 const PIECE: usize = 32 << 10;
-/// A silent connection is probed so often.
-const PING_EVERY: Duration = Duration::from_secs(20);
-/// A client that answers no probe for so long is gone.
-const DEAD_AFTER: Duration = Duration::from_secs(90);
 
 /// Connects to a TCP port inside the sandbox, over a WebSocket. Binary frames are bytes, both ways; the text frame
 /// `{"eof":true}` ends its sender's direction. Wakes a hibernated sandbox.
@@ -120,11 +116,13 @@ async fn outward(
     mut client: SplitSink<WebSocket, Message>,
     ended: &Ended,
 ) -> Result<(), Cut> {
+    // Whatever is sent: a client that only receives is alive by its answers.
+    let mut pings = pings();
     loop {
         let mut data = Vec::with_capacity(PIECE);
         let read = tokio::select! {
             read = from.read_buf(&mut data) => read,
-            () = tokio::time::sleep(PING_EVERY) => {
+            _ = pings.tick() => {
                 client.send(Message::Ping(Bytes::new())).await.map_err(|_| Cut)?;
                 continue;
             }

@@ -94,7 +94,7 @@ pub(super) async fn unpack(
 /// missing. The stream ends when what is watched is gone.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/watch", tag = "files", operation_id = "watch",
     params(("id" = String, Path, description = "The sandbox"), WatchQuery),
-    responses((status = 200, description = "The changes", body = String, content_type = "text/event-stream"),
+    responses((status = 200, description = "The changes", body = sse::ServerSentEvent, content_type = "text/event-stream"),
         Any, Asked, Named, Guest))]
 pub(super) async fn watch(
     State(app): State<App>,
