@@ -123,7 +123,7 @@ pub async fn hooks_run_in_each_copy_and_can_refuse_it(world: Arc<World>) -> Resu
 
 /// The slot's name server is the one peer outside that every guest may speak TCP with.
 pub async fn connections_with_the_outside_are_reset_at_once(world: Arc<World>) -> Result<()> {
-    const SCRIPT: &str = "import socket, threading, time
+    const SCRIPT: &str = "import os, socket, threading, time
 server = socket.create_server((\"127.0.0.1\", 7001))
 def echo():
     peer, _ = server.accept()
@@ -141,7 +141,9 @@ while True:
     inside.sendall(b\"x\")
     assert inside.recv(1) == b\"x\"
     n += 1
-    open(\"/dev/shm/inside\", \"w\").write(str(n))
+    # Never half there.
+    with open(\"/dev/shm/next\", \"w\") as out: out.write(str(n))
+    os.replace(\"/dev/shm/next\", \"/dev/shm/inside\")
     time.sleep(0.01)
 ";
     let parent = Sandbox::create(&world.node.client).await?;
