@@ -20,6 +20,7 @@ mod reaper;
 mod ring;
 mod service;
 mod sys;
+mod tcp_table;
 mod users;
 mod watch;
 

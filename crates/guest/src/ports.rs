@@ -3,19 +3,18 @@
 //! The tables of sockets say address, port and inode; whose socket it is stands in the descriptors of processes.
 //! That search is bounded: a port whose owner is not found among so many has no name.
 
+use crate::tcp_table;
 use keiki_protocol::guest::{ListPortsReply, ListeningPort};
 use std::{
     collections::{BTreeMap, HashMap},
     fs, io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::IpAddr,
 };
 
 /// Ports that are told of.
 const MOST: usize = 1024;
 /// Descriptors looked at for owners.
 const DESCRIPTORS: usize = 20_000;
-/// `TCP_LISTEN`, as the tables write it.
-const LISTEN: &str = "0A";
 
 /// A socket that listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,36 +45,10 @@ pub fn list() -> io::Result<ListPortsReply> {
 }
 
 fn parse(table: &str) -> Vec<Socket> {
-    table.lines().skip(1).filter_map(socket).collect()
-}
-
-/// `sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode …`
-fn socket(line: &str) -> Option<Socket> {
-    let mut fields = line.split_ascii_whitespace();
-    let local = fields.nth(1)?;
-    let state = fields.nth(1)?;
-    let inode = fields.nth(5)?.parse().ok()?;
-    if state != LISTEN {
-        return None;
-    }
-    let (address, port) = local.split_once(':')?;
-    Some(Socket { address: parse_address(address)?, port: u16::from_str_radix(port, 16).ok()?, inode })
-}
-
-/// Words of 32 bits, each in the order of this machine's bytes.
-fn parse_address(text: &str) -> Option<IpAddr> {
-    let word = |at: usize| u32::from_str_radix(text.get(at..at + 8)?, 16).ok();
-    match text.len() {
-        8 => Some(Ipv4Addr::from(word(0)?.to_ne_bytes()).into()),
-        32 => {
-            let mut bytes = [0; 16];
-            for (at, part) in bytes.chunks_exact_mut(4).enumerate() {
-                part.copy_from_slice(&word(at * 8)?.to_ne_bytes());
-            }
-            Some(Ipv6Addr::from(bytes).into())
-        }
-        _ => None,
-    }
+    let listens = tcp_table::parse(table).filter(|socket| socket.state == tcp_table::LISTEN);
+    listens
+        .map(|socket| Socket { address: socket.local.0, port: socket.local.1, inode: socket.inode })
+        .collect()
 }
 
 /// Number and name of the process behind each socket.

@@ -5,6 +5,7 @@
 #[cfg(feature = "client")]
 pub mod client;
 pub mod handshake;
+pub mod secrets;
 
 /// The generated schema of `proto/guest.proto`.
 #[allow(missing_docs, clippy::all, clippy::wildcard_imports)]

@@ -8,7 +8,7 @@
 //!
 //! What stays inside lives on: loopback, the machine's own address, unix sockets, pipes, listeners.
 
-use crate::{cgroup, exec::signal_all, sys};
+use crate::{cgroup, exec::signal_all, sys, tcp_table};
 use rustix::{
     net::{AddressFamily, SocketFlags, SocketType, connect_unspec, socket_with},
     process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open},
@@ -16,7 +16,7 @@ use rustix::{
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::IpAddr,
     os::fd::AsFd,
     path::Path,
 };
@@ -39,7 +39,7 @@ pub fn reset_foreign() -> io::Result<usize> {
         for table in ["tcp", "tcp6"] {
             // Absent where the kernel has no IPv6, or the process has ended.
             if let Ok(text) = fs::read_to_string(format!("/proc/{pid}/net/{table}")) {
-                found.extend(text.lines().skip(1).filter_map(connection));
+                found.extend(connections(&text));
             }
         }
         foreign.extend(outside(&found));
@@ -84,7 +84,7 @@ fn socket_inode(target: &Path) -> Option<u64> {
     target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
-/// A line of `/proc/net/tcp` or `tcp6`: a connection that somebody holds.
+/// A connection that somebody holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Connection {
     local: IpAddr,
@@ -92,36 +92,17 @@ struct Connection {
     inode: u64,
 }
 
-/// None: not a connection, or nobody's.
-fn connection(line: &str) -> Option<Connection> {
-    const CLOSED: u8 = 7;
-    const TIME_WAIT: u8 = 6;
-    const LISTEN: u8 = 10;
-    let mut words = line.split_ascii_whitespace();
-    let (local, peer, state) = (words.nth(1)?, words.next()?, words.next()?);
-    let state = u8::from_str_radix(state, 16).ok()?;
-    let inode = words.nth(5)?.parse().ok()?;
-    if inode == 0 || matches!(state, CLOSED | TIME_WAIT | LISTEN) {
-        return None;
-    }
-    Some(Connection { local: address(local)?, peer: address(peer)?, inode })
-}
-
-/// `ADDRESS:PORT`, the address in words of four bytes as this machine orders them.
-fn address(text: &str) -> Option<IpAddr> {
-    let hex = text.split_once(':')?.0;
-    let word = |at: usize| u32::from_str_radix(hex.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
-    match hex.len() {
-        8 => Some(Ipv4Addr::from(word(0)?).into()),
-        32 => {
-            let mut all = [0; 16];
-            for (part, at) in all.chunks_exact_mut(4).zip([0, 8, 16, 24]) {
-                part.copy_from_slice(&word(at)?);
-            }
-            Some(Ipv6Addr::from(all).to_canonical())
-        }
-        _ => None,
-    }
+/// Those of a table of the kernel's. An address of IPv4 counts as one also where IPv6 writes it.
+fn connections(table: &str) -> impl Iterator<Item = Connection> {
+    let held = tcp_table::parse(table).filter(|socket| {
+        socket.inode != 0
+            && !matches!(socket.state, tcp_table::CLOSED | tcp_table::TIME_WAIT | tcp_table::LISTEN)
+    });
+    held.map(|socket| Connection {
+        local: socket.local.0.to_canonical(),
+        peer: socket.peer.0.to_canonical(),
+        inode: socket.inode,
+    })
 }
 
 /// Inodes of those whose peer is outside: neither loopback, nor an address that this end of some connection has.
@@ -208,14 +189,14 @@ mod tests {
             line(&format!("{mapped}0100007F:1F90"), &format!("{mapped}0100007F:0050"), "01", 9),
         ]
         .concat();
-        let all: Vec<_> = text.lines().skip(1).filter_map(connection).collect();
+        let all: Vec<_> = connections(&text).collect();
         assert_eq!(outside(&all), [1, 6, 7, 8]);
     }
 
     #[test]
     fn lines_that_are_none_are_passed_over() {
         for odd in ["", "x", "0: zz:1 0100007F:1 01 0 0 0 0 0 5", "0: 0100007F:1 0:1 01 0 0 0 0 0 5"] {
-            assert_eq!(connection(odd), None, "{odd}");
+            assert_eq!(connections(odd).next(), None, "{odd}");
         }
         assert_eq!(socket_inode(Path::new("socket:[77]")), Some(77));
         assert_eq!(socket_inode(Path::new("pipe:[77]")), None);

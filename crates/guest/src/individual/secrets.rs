@@ -5,7 +5,10 @@
 //! program has copied elsewhere is that program's.
 
 use crate::users;
-use keiki_protocol::guest::Secret;
+use keiki_protocol::{
+    guest::Secret,
+    secrets::{MAX, MAX_BYTES, is_name},
+};
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read},
@@ -14,9 +17,6 @@ use std::{
 };
 
 const DIRECTORY: &str = "/run/keiki/secrets";
-const MAX: usize = 64;
-const MAX_BYTES: u64 = 64 << 10;
-const MAX_NAME: usize = 64;
 
 /// Gives the machine these secrets; of those it has, only `keep` stay.
 pub fn renew(give: &[Secret], keep: &[String]) -> io::Result<()> {
@@ -49,7 +49,7 @@ fn take_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Secret>> {
     for name in names(directory)?.into_iter().filter(|name| wanted.contains(name)) {
         let file = OpenOptions::new().read(true).write(true).open(directory.join(&name))?;
         let mut value = vec![];
-        (&file).take(MAX_BYTES).read_to_end(&mut value)?;
+        (&file).take(MAX_BYTES as u64).read_to_end(&mut value)?;
         files.push(file);
         taken.push(Secret { name, value: value.into(), owner: String::new() });
     }
@@ -93,13 +93,13 @@ fn names(directory: &Path) -> io::Result<Vec<String>> {
 
 /// Zeroes where the bytes lie.
 fn wipe(file: &File) -> io::Result<()> {
-    let len = file.metadata()?.len().min(MAX_BYTES);
+    let len = file.metadata()?.len().min(MAX_BYTES as u64);
     file.write_all_at(&vec![0; usize::try_from(len).unwrap_or(0)], 0)
 }
 
 fn put(directory: &Path, secret: &Secret) -> io::Result<()> {
     let path = path(directory, &secret.name)?;
-    if secret.value.len() as u64 > MAX_BYTES {
+    if secret.value.len() > MAX_BYTES {
         return Err(io::Error::other(format!("secret {} has more than {MAX_BYTES} bytes", secret.name)));
     }
     match fs::DirBuilder::new().mode(0o711).create(directory) {
@@ -115,10 +115,8 @@ fn put(directory: &Path, secret: &Secret) -> io::Result<()> {
     file.write_all_at(&secret.value, 0)
 }
 
-/// A plain name, as an environment variable or a file would have it.
 fn path(directory: &Path, name: &str) -> io::Result<PathBuf> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
-    if name.is_empty() || name.len() > MAX_NAME || name.starts_with('.') || !name.bytes().all(fits) {
+    if !is_name(name) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name for a secret")));
     }
     Ok(directory.join(name))

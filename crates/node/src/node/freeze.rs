@@ -81,7 +81,7 @@ impl Inner {
         }
         let out = match after {
             After::GoesOn([]) | After::Ends => Ok(Vec::new()),
-            After::GoesOn(out) if running => self.take_secrets(&live.guest, out).await,
+            After::GoesOn(out) if running => live.guest.take_secrets(out.to_vec()).await,
             // Nobody in it answers.
             After::GoesOn(_) => Err(Error::Conflict(format!(
                 "sandbox {} is paused and has secrets that a snapshot must not have: resume it first",
@@ -101,7 +101,7 @@ impl Inner {
         clock.lap("freeze");
         let mut user_pause = None;
         if running && (taken.is_err() || after != After::Ends) {
-            let put = self.put_secrets(&live.guest, out).await;
+            let put = live.guest.put_secrets(out).await;
             let thawed = live.guest.thaw_user().await;
             user_pause = user_stopped.map(|at| at.elapsed());
             clock.lap("thaw_user");

@@ -1,18 +1,16 @@
 //! Secrets: what a copy may have of those of its original. The node knows names and fates; values are in the guest alone.
 
-use super::Inner;
 use crate::{
     error::{Error, Result},
-    guest::{GuestLink, Secrets},
+    guest::Secrets,
     records::SandboxRecord,
 };
-use keiki_protocol::guest::Secret;
+use keiki_protocol::{
+    guest::Secret,
+    secrets::{MAX, MAX_BYTES, MAX_NAME, is_name},
+};
 use keiki_types::api::secrets::{self, Fate, Fates};
 use std::collections::BTreeMap;
-
-const MAX_SECRETS: usize = 64;
-const MAX_SECRET_NAME: usize = 64;
-const MAX_SECRET_BYTES: usize = 64 << 10;
 
 /// Secrets as a request gives them.
 pub(super) type GivenSecrets = BTreeMap<String, secrets::Secret>;
@@ -61,22 +59,21 @@ pub(super) fn of_copy(
             owner: secret.owner.unwrap_or_default(),
         });
     }
-    if has.len() > MAX_SECRETS {
-        return Err(Error::Invalid(format!("secrets: at most {MAX_SECRETS}, not {}", has.len())));
+    if has.len() > MAX {
+        return Err(Error::Invalid(format!("secrets: at most {MAX}, not {}", has.len())));
     }
     Ok((Secrets { give, keep }, has))
 }
 
 fn check_secret(name: &str, secret: &secrets::Secret) -> Result<()> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
-    if name.is_empty() || name.len() > MAX_SECRET_NAME || name.starts_with('.') || !name.bytes().all(fits) {
+    if !is_name(name) {
         return Err(Error::Invalid(format!(
-            "secrets: {name:?} is no name: 1 to {MAX_SECRET_NAME} letters, digits, '_', '-' and '.', not '.' first"
+            "secrets: {name:?} is no name: 1 to {MAX_NAME} letters, digits, '_', '-' and '.', not '.' first"
         )));
     }
-    if secret.value.len() > MAX_SECRET_BYTES {
+    if secret.value.len() > MAX_BYTES {
         return Err(Error::Invalid(format!(
-            "secrets: {name} has {} bytes, at most {MAX_SECRET_BYTES} are allowed",
+            "secrets: {name} has {} bytes, at most {MAX_BYTES} are allowed",
             secret.value.len()
         )));
     }
@@ -92,18 +89,6 @@ pub(super) fn of_woken(record: &SandboxRecord) -> Secrets {
 pub(super) fn not_in_snapshots(record: &SandboxRecord) -> Vec<String> {
     let stays_out = |fates: &Fates| fates.on_restore != Fate::Inherit;
     record.secrets.iter().filter(|(_, fates)| stays_out(fates)).map(|(name, _)| name.clone()).collect()
-}
-
-impl Inner {
-    /// Takes secrets out of a machine whose user processes stand still. Nothing to take: no call.
-    pub(super) async fn take_secrets(&self, guest: &GuestLink, names: &[String]) -> Result<Vec<Secret>> {
-        if names.is_empty() { Ok(Vec::new()) } else { guest.take_secrets(names.to_vec()).await }
-    }
-
-    /// And puts them back.
-    pub(super) async fn put_secrets(&self, guest: &GuestLink, taken: Vec<Secret>) -> Result<()> {
-        if taken.is_empty() { Ok(()) } else { guest.put_secrets(taken).await }
-    }
 }
 
 #[cfg(test)]

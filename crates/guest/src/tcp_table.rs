@@ -1,0 +1,52 @@
+//! The kernel's tables of TCP sockets, `/proc/net/tcp` and `tcp6`.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// States, as the tables number them.
+pub const TIME_WAIT: u8 = 6;
+pub const CLOSED: u8 = 7;
+pub const LISTEN: u8 = 10;
+
+/// A socket. Inode 0: nobody holds it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Socket {
+    pub local: (IpAddr, u16),
+    pub peer: (IpAddr, u16),
+    pub state: u8,
+    pub inode: u64,
+}
+
+/// All sockets of a table; lines that are none are passed over.
+pub fn parse(table: &str) -> impl Iterator<Item = Socket> {
+    table.lines().filter_map(socket)
+}
+
+/// `sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode …`
+fn socket(line: &str) -> Option<Socket> {
+    let mut words = line.split_ascii_whitespace();
+    let (local, peer, state) = (words.nth(1)?, words.next()?, words.next()?);
+    let state = u8::from_str_radix(state, 16).ok()?;
+    let inode = words.nth(5)?.parse().ok()?;
+    Some(Socket { local: place(local)?, peer: place(peer)?, state, inode })
+}
+
+fn place(text: &str) -> Option<(IpAddr, u16)> {
+    let (address, port) = text.split_once(':')?;
+    Some((parse_address(address)?, u16::from_str_radix(port, 16).ok()?))
+}
+
+/// Words of 32 bits, each in the order of this machine's bytes.
+fn parse_address(text: &str) -> Option<IpAddr> {
+    let word = |at: usize| u32::from_str_radix(text.get(at..at + 8)?, 16).ok();
+    match text.len() {
+        8 => Some(Ipv4Addr::from(word(0)?.to_ne_bytes()).into()),
+        32 => {
+            let mut bytes = [0; 16];
+            for (at, part) in bytes.chunks_exact_mut(4).enumerate() {
+                part.copy_from_slice(&word(at * 8)?.to_ne_bytes());
+            }
+            Some(Ipv6Addr::from(bytes).into())
+        }
+        _ => None,
+    }
+}
