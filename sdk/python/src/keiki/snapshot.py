@@ -7,7 +7,7 @@ import builtins
 from typing import TYPE_CHECKING, Any, Dict, Mapping
 
 from ._wire import segment
-from .models import Timings, items, labels, number, optional_text, text
+from .models import Secret, Timings, items, labels, number, optional_text, text
 from .client import Client, default_client
 
 if TYPE_CHECKING:
@@ -57,9 +57,14 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
+        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+
+        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
+        ``on_restore`` says, by default not there.
+        """
         from .sandbox import Sandbox
 
         return Sandbox.create(
@@ -67,6 +72,7 @@ class Snapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             client=self._client,
             idempotency_key=idempotency_key,
         )
@@ -77,6 +83,7 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
@@ -84,6 +91,7 @@ class Snapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             idempotency_key=idempotency_key,
         )
 

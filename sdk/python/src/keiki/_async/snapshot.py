@@ -6,7 +6,7 @@ import builtins
 from typing import TYPE_CHECKING, Any, Dict, Mapping
 
 from .._wire import segment
-from ..models import Timings, items, labels, number, optional_text, text
+from ..models import Secret, Timings, items, labels, number, optional_text, text
 from .client import AsyncClient, default_async_client
 
 if TYPE_CHECKING:
@@ -56,9 +56,14 @@ class AsyncSnapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
+        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+
+        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
+        ``on_restore`` says, by default not there.
+        """
         from .sandbox import AsyncSandbox
 
         return await AsyncSandbox.create(
@@ -66,6 +71,7 @@ class AsyncSnapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             client=self._client,
             idempotency_key=idempotency_key,
         )
@@ -76,6 +82,7 @@ class AsyncSnapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
@@ -83,6 +90,7 @@ class AsyncSnapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             idempotency_key=idempotency_key,
         )
 
