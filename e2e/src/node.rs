@@ -50,6 +50,12 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
+    /// Those of a lane: names of nodes and files in it are not another's.
+    pub fn lane(&self, lane: usize) -> Self {
+        let root = if lane == 0 { self.root.clone() } else { self.root.join(format!("lane-{lane}")) };
+        Self { root, ..self.clone() }
+    }
+
     /// A program under test.
     pub fn program(&self, name: &str) -> PathBuf {
         self.bin.join(name)

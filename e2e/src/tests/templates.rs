@@ -26,9 +26,13 @@ echo hello
 """
 "#;
 
+/// That of an example.
+const PREFORK: &str = include_str!("../../../examples/prefork/prefork.toml");
+
 /// The directory with the templates of the user that these tests are.
 pub fn own(places: &Places) -> Result<String> {
     places.file("templates/own.toml", OWN)?;
+    places.file("templates/prefork.toml", PREFORK)?;
     let broken = places.file("templates/broken.toml", "shape = 3")?;
     Ok(broken.trim_end_matches("/broken.toml").to_owned())
 }
@@ -136,7 +140,7 @@ pub async fn a_template_of_ones_own_is_a_file(world: Arc<World>) -> Result<()> {
 
 /// The programs of `examples/`, as users run them.
 pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
-    for name in ["tree_search", "warm_tests", "code_interpreter"] {
+    for name in ["tree_search", "warm_tests", "code_interpreter", "prefork/prefork"] {
         let run = tokio::process::Command::new("python3")
             .arg(format!("examples/{name}.py"))
             .env("PYTHONPATH", "sdk/python/src")
@@ -146,7 +150,8 @@ pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
         let done = run.await.context("python3")?;
         let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
         println!("{}", out.trim_end().replace('\n', "\n        ").replacen("", "        ", 1));
-        ensure!(done.status.success() && out.ends_with(&format!("{name}: ok\n")), "{name}: {out}{err}");
+        let ok = format!("{}: ok\n", name.rsplit('/').next().unwrap_or(name));
+        ensure!(done.status.success() && out.ends_with(&ok), "{name}: {out}{err}");
         ensure!(world.node.client.list(false).await?.is_empty(), "{name} left a sandbox");
     }
     Ok(())

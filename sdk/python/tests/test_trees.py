@@ -42,6 +42,8 @@ class Scratch(unittest.TestCase):
         (self.tree / "sub" / "empty").mkdir(parents=True)
         (self.tree / "sub" / "é\n").write_bytes(os.urandom(150_000))
         (self.tree / "a").write_text("one")
+        (self.tree / "block").write_bytes(bytes(512))
+        (self.tree / "nothing").touch()
         (self.tree / "a").chmod(0o750)
         os.link(self.tree / "a", self.tree / "b")
         (self.tree / "away").symlink_to("/etc/passwd")

@@ -19,7 +19,8 @@ class Packed:
     """A file or directory as a tar stream, on top ``name``: a binary file that can only be read, once."""
 
     def __init__(self, root: str | os.PathLike[str], name: str = "top") -> None:
-        self._pieces = _pack(Path(root), name)
+        # An empty piece would be taken for the end.
+        self._pieces = filter(None, _pack(Path(root), name))
         self._left = b""
 
     def read(self, size: int = -1) -> bytes:
