@@ -126,10 +126,8 @@ pub const ALONE: &[&str] = &[
     "exec::a_background_child_does_not_hold_the_call",
     "clones::connections_with_the_outside_are_reset_at_once",
     "memory::a_guest_that_frees_memory_shrinks",
-    "bench::a_quick_run_measures_and_leaves_nothing",
     "load::a_slow_command_delays_no_other_sandbox",
     "load::thirty_two_clients_and_nothing_is_left",
-    "templates::the_examples_run",
 ];
 
 /// The call was refused with this status, and the sentence has these words.
