@@ -111,6 +111,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         templates::a_template_of_ones_own_is_a_file,
         templates::a_code_interpreter_has_its_imports_done,
         templates::the_examples_run,
+        templates::the_prefork_example_runs,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         failpoints::a_node_killed_at_any_step_of_any_verb,
