@@ -127,10 +127,11 @@ class Trees(Scratch, WireTest):
         self.assertEqual(self.seen(self.dir / "out"), self.seen(self.tree))
 
         self.script(answer(204), answer(200, counts))
-        self.files.upload(self.tree / "a", "/etc/other", owners=True)
+        (self.dir / "link").symlink_to(self.tree / "a")
+        self.files.upload(self.dir / "link", "/etc/other", owners=True)
         self.assertEqual(self.requests[-1].path.partition("?")[2], "path=%2Fetc&owners=true")
         with tarfile.open(fileobj=io.BytesIO(self.requests[-1].body)) as archive:
-            self.assertEqual(archive.getnames(), ["other"])
+            self.assertEqual([(one.name, one.size) for one in archive.getmembers()], [("other", 3)])
         count = len(self.requests)
         with self.assertRaises(FileNotFoundError):
             self.files.upload(self.dir / "nope", "/app")

@@ -93,16 +93,17 @@ class AsyncFilesystem:
     async def upload(self, local: str | os.PathLike[str], path: str, *, owners: bool = False) -> Unpacked:
         """Makes ``path`` a copy of a file or directory of this machine, sent while it is read: modes, times,
         links. Directories are joined, files of the same name replaced. ``owners``: take them over by their
-        numbers; else all is root's. Sockets, pipes and devices are left out."""
-        os.lstat(local)
-        if Path(local).is_dir():
+        numbers; else all is root's. Sockets, pipes and devices are left out. ``local`` itself may be a
+        symlink to what is meant."""
+        source = Path(local).resolve(strict=True)
+        if source.is_dir():
             await self.mkdir(path, parents=True)
             return await self.write_archive(
-                path, cast(BinaryIO, Packed(local)), owners=owners, strip_top=True
+                path, cast(BinaryIO, Packed(source)), owners=owners, strip_top=True
             )
         parent, _, name = path.rstrip("/").rpartition("/")
         await self.mkdir(parent or "/", parents=True)
-        return await self.write_archive(parent or "/", cast(BinaryIO, Packed(local, name)), owners=owners)
+        return await self.write_archive(parent or "/", cast(BinaryIO, Packed(source, name)), owners=owners)
 
     async def download(self, path: str, local: str | os.PathLike[str]) -> None:
         """Makes ``local``, which must not exist, a copy of a file or directory of the sandbox. It appears
