@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 import time
@@ -66,6 +67,7 @@ def node() -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def wait_for(done, process: subprocess.Popen, log: Path, seconds: float) -> None:  # type: ignore[no-untyped-def]
