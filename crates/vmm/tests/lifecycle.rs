@@ -109,9 +109,9 @@ fn copies_do_not_see_each_other() {
 fn five_gib_and_four_vcpus() {
     let Some(place) = place() else { return };
     let mut machine = place.try_boot(SILENT, 4, 5 << 10).unwrap();
-    // Over nothing, the kernel makes one mapping of both spans, the second below the first.
-    let high = machine.ram_start_of(5 << 10);
-    machine.ram = Some(high + (2 << 30));
+    machine.remember_ram(5 << 10);
+    // What lies above the hole is in front of what lies below it.
+    let high = machine.mapping_of(5 << 10).unwrap();
     machine.mem().write_all_at(b"high", high + (1 << 30)).unwrap();
     let mut zygote = frozen(&place, &mut machine);
     zygote.ram = machine.ram;
@@ -121,11 +121,11 @@ fn five_gib_and_four_vcpus() {
     stored.shape = keiki_control::Shape { vcpus: 4, memory_mib: 5 << 10 };
     let mut loaded = place.load(&stored);
     let mut copy = place.thaw(&mut loaded);
-    copy.ram = Some(copy.ram_start_of(3 << 10));
+    copy.remember_ram(5 << 10);
     let before = copy.peek_at(COUNT);
     until("it counts", || copy.peek_at(COUNT) != before);
     let mut found = [0; 4];
-    copy.mem().read_exact_at(&mut found, copy.ram_start_of(2 << 10) + (1 << 30)).unwrap();
+    copy.mem().read_exact_at(&mut found, copy.mapping_of(2 << 10).unwrap() + (1 << 30)).unwrap();
     assert_eq!(&found, b"high");
 }
 

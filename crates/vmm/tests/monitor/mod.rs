@@ -1,6 +1,9 @@
 //! Real monitors with a guest of a few bytes, driven over their control sockets as a node does.
 #![allow(dead_code)]
 
+#[path = "../../../../fuzz/bodies/overlay.rs"]
+pub mod overlay;
+
 use keiki_control::{
     Boot, Client, ControlError, Cpu, Devices, Freeze, Frozen, Load, Persisted, Reply, Request, Role, Shape,
     Start, Thaw, Thawed, listen,
@@ -101,37 +104,17 @@ pub fn kernel(code: &[u8]) -> Vec<u8> {
     file
 }
 
-/// An empty overlay for a disk of [`DISK`] bytes: header, reference counts, and a table that maps nothing.
-pub fn empty_layer() -> Vec<u8> {
-    const CLUSTER: usize = 1 << 16;
-    let mut file = vec![0; 4 * CLUSTER];
-    let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &0x5146_49fb_u32.to_be_bytes());
-    put(4, &3_u32.to_be_bytes());
-    put(20, &16_u32.to_be_bytes());
-    put(24, &DISK.to_be_bytes());
-    put(36, &1_u32.to_be_bytes());
-    put(40, &(3 * CLUSTER as u64).to_be_bytes());
-    put(48, &(CLUSTER as u64).to_be_bytes());
-    put(56, &1_u32.to_be_bytes());
-    put(96, &4_u32.to_be_bytes());
-    put(100, &104_u32.to_be_bytes());
-    put(CLUSTER, &(2 * CLUSTER as u64).to_be_bytes());
-    for cluster in 0..4 {
-        put(2 * CLUSTER + 2 * cluster, &1_u16.to_be_bytes());
-    }
-    file
-}
-
-/// None, and says so, where no monitor can run.
+/// None, and says so, where no monitor can run; a failure with `KEIKI_TEST_NEED_KVM`.
 pub fn place() -> Option<Place> {
     if let Err(error) = keiki_hv::Kvm::open() {
+        let needed = std::env::var_os("KEIKI_TEST_NEED_KVM").is_some_and(|value| !value.is_empty());
+        assert!(!needed, "KEIKI_TEST_NEED_KVM is set, and there is no KVM here: {error}");
         println!("skipped: no KVM here: {error}");
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
-    std::fs::write(dir.path().join("empty.qcow2"), empty_layer()).unwrap();
+    std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
     Some(Place { dir, next: AtomicU32::new(0), tap: None })
 }
 
@@ -450,7 +433,18 @@ impl Monitor {
         kib.sum::<f64>() / 1024.0
     }
 
+    /// Where the RAM below the hole is, of a machine with so many MiB. Over nothing the kernel makes one mapping of both
+    /// parts, and what lies above the hole comes first.
     pub fn ram_start_of(&self, mib: u64) -> u64 {
+        const BELOW_HOLE: u64 = 3 << 10;
+        let above = mib.saturating_sub(BELOW_HOLE);
+        let one = self.mapping_of(mib).map(|start| start + (above << 20));
+        let found = one.or_else(|| self.mapping_of(mib - above));
+        found.unwrap_or_else(|| panic!("no RAM of {mib} MiB in {}", self.pid()))
+    }
+
+    /// The mapping of this size that is guest memory.
+    pub fn mapping_of(&self, mib: u64) -> Option<u64> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
         let mut found = maps.lines().filter_map(|line| {
             let (range, rest) = line.split_once(' ')?;
@@ -458,7 +452,7 @@ impl Monitor {
             let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
             (rest.starts_with("rw-p") && to - from == mib << 20).then_some(from)
         });
-        found.next().unwrap_or_else(|| panic!("no RAM in:\n{maps}"))
+        found.next()
     }
 
     pub fn console(&self) -> String {
