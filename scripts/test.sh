@@ -17,7 +17,11 @@ mkdir -p "$LOGS"
 stage_setup() { scripts/setup.sh; }
 stage_fmt() { cargo fmt --all --check; }
 stage_tidy() { cargo xtask tidy; }
-stage_clippy() { cargo clippy --locked --workspace --all-targets -- -D warnings; }
+stage_clippy() {
+    cargo clippy --locked --workspace --all-targets -- -D warnings
+    # Without a fuzzer, which needs another compiler. What the targets do with the seeds is among the unit tests.
+    cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features --target-dir "$TARGET/fuzz" -- -D warnings
+}
 stage_build() { scripts/build.sh dev; }
 
 stage_deny() {

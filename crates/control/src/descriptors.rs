@@ -7,6 +7,9 @@ use std::{fmt, os::fd::OwnedFd};
 /// Most lower layers of a disk.
 pub(crate) const MAX_LAYERS: usize = 64;
 
+/// Most disks besides the root disk.
+pub const MAX_DISKS: usize = 8;
+
 /// What a descriptor is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
@@ -36,11 +39,24 @@ pub enum Role {
     Agent,
     /// Console log, read and written.
     Console,
+    /// As [`Role::Layer`], of the further disk with this number, counted from 0.
+    DiskLayer(u8),
+    /// As [`Role::Top`], of that disk. One that is only read has none.
+    DiskTop(u8),
+}
+
+impl Role {
+    /// This role for each further disk that a machine may have.
+    pub(crate) fn of_disks(role: impl Fn(u8) -> Self) -> impl Iterator<Item = Self> {
+        (0..u8::MAX).take(MAX_DISKS).map(role)
+    }
 }
 
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        let name = match self {
+            Self::DiskLayer(disk) => return write!(f, "a layer of further disk {disk}"),
+            Self::DiskTop(disk) => return write!(f, "the top layer of further disk {disk}"),
             Self::Kvm => "/dev/kvm",
             Self::Kernel => "the kernel",
             Self::Initrd => "the initial RAM file system",
@@ -54,7 +70,8 @@ impl fmt::Display for Role {
             Self::Tap => "the tap",
             Self::Agent => "the agent listener",
             Self::Console => "the console log",
-        })
+        };
+        f.write_str(name)
     }
 }
 
@@ -103,6 +120,20 @@ impl Descriptors {
     pub fn take_if_any(&mut self, role: Role) -> Option<OwnedFd> {
         let index = self.entries.iter().position(|(entry, _)| *entry == role)?;
         Some(self.entries.remove(index).1)
+    }
+
+    /// Refuses what nobody took: it would belong to something that is not there.
+    ///
+    /// # Errors
+    /// Names the first.
+    pub fn none_left(&self) -> Result<()> {
+        match self.entries.first() {
+            None => Ok(()),
+            Some((role, _)) => {
+                let count = self.entries.iter().filter(|(other, _)| other == role).count();
+                Err(ControlError::TooMany { request: self.request, role: *role, most: 0, count })
+            }
+        }
     }
 
     /// All of this role, in the order sent.

@@ -9,15 +9,19 @@ mod control;
 mod seeds;
 
 use keiki_control::{
-    Boot, Cpu, Devices, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape,
-    Stage, Stats, Step, Thaw, Thawed,
+    Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role,
+    Shape, Stage, Stats, Step, Thaw, Thawed,
     packet::{encode_reply, encode_request},
 };
 use std::path::{Path, PathBuf};
 
 fn messages() -> Vec<(String, Vec<u8>)> {
     let shape = Shape { vcpus: 2, memory_mib: 256 };
-    let devices = Devices { mac: [2, 0, 0, 0, 0, 1], agent_port: "agent".into() };
+    let devices = Devices {
+        mac: [2, 0, 0, 0, 0, 1],
+        agent_port: "agent".into(),
+        disks: vec![Disk { read_only: true }],
+    };
     let boot = Boot { shape, cmdline: "quiet".into(), cpu: Cpu::Baseline, devices, generation: [7; 16] };
     let requests = [
         Request::Hello,

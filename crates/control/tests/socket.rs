@@ -138,6 +138,16 @@ fn roles_that_are_missing_unknown_or_too_many_are_refused_by_name() -> Tested {
     for (roles, count, clause) in [
         (vec![Role::Top], 1, "needs a descriptor for a control connection"),
         (vec![Role::Top, Role::Control, Role::Kvm], 3, "at most 0 descriptors for /dev/kvm"),
+        (
+            vec![Role::Top, Role::Control, Role::DiskTop(8)],
+            3,
+            "at most 0 descriptors for the top layer of further disk 8",
+        ),
+        (
+            vec![Role::Top, Role::Control, Role::DiskLayer(0)],
+            3,
+            "at most 0 descriptors for a layer of further disk 0",
+        ),
         (vec![Role::Top, Role::Control], 1, "names 2 descriptors and has 1"),
         (vec![Role::Top, Role::Control], 3, "names 2 descriptors and has 3"),
         (vec![Role::Top; 97], 1, "more than 96 descriptors"),
@@ -184,7 +194,7 @@ fn another_version_is_answered_with_a_sentence() -> Tested {
     let Reply::Failed { sentence, .. } = packet::decode_reply(&answer[..length])? else {
         panic!("no refusal")
     };
-    assert_eq!(sentence, "the other side of the control socket speaks version 200, this program version 1");
+    assert_eq!(sentence, "the other side of the control socket speaks version 200, this program version 2");
     Ok(())
 }
 
@@ -194,10 +204,10 @@ fn a_reply_with_descriptors_another_version_or_none_at_all_is_refused() -> Teste
     let null = Traced::new()?;
     let done = packet::encode_reply(&Reply::Done)?;
     let mut newer = done.clone();
-    newer[4] = 2;
+    newer[4] = 200;
     let error = answered_with(&done, &[null.as_fd()])?.expect_err("it was taken").to_string();
     assert!(error.contains("descriptors"), "{error}");
-    assert!(matches!(answered_with(&newer, &[])?, Err(ControlError::Version { theirs: 2 })));
+    assert!(matches!(answered_with(&newer, &[])?, Err(ControlError::Version { theirs: 200 })));
     assert!(null.closed_everywhere());
     let (mut client, theirs) = Client::pair()?;
     let silent = client.call(&Request::Hello, &[], Duration::from_millis(20));

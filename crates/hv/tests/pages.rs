@@ -96,7 +96,10 @@ fn a_fork_copies_the_tables_of_what_was_touched() {
     let touched = asked_in_copy(tables);
     // One table for 512 pages.
     let wanted = PAGES / 512 * PAGE;
-    assert!(touched >= untouched + wanted, "{touched} KiB of tables, {untouched} KiB before, {wanted} wanted");
+    assert!(
+        touched >= untouched + wanted,
+        "{touched} KiB of tables, {untouched} KiB before, {wanted} wanted"
+    );
     assert!(touched < untouched + 3 * wanted, "{touched} KiB of tables, {untouched} KiB before");
     // A mapping of a file that was only read costs a copy nothing (finding 8 is the other side of that).
     let read = GuestRam::over(&file()).unwrap();

@@ -5,6 +5,10 @@
 
 #[path = "../tests/monitor/mod.rs"]
 mod monitor;
+#[path = "../../hv/tests/tiny/mod.rs"]
+mod tiny;
+#[path = "monitor/working_set.rs"]
+mod working_set;
 
 use keiki_control::{Reply, Request};
 use keiki_hv::{
@@ -248,6 +252,9 @@ fn main() {
     }
     if is_wanted("post_fork_tax") {
         tax(&place, &mut report);
+    }
+    if is_wanted("working_set") {
+        working_set::measure(&place, &mut report);
     }
     for huge in [HugePages::No, HugePages::Advise] {
         for gib in [1, 4, 8].into_iter().filter(|gib| is_wanted(&format!("fork_pause_{gib}g_full"))) {

@@ -98,7 +98,8 @@ impl Zygote {
                 Request::Stop => exit_with(0),
                 Request::Thaw(thaw) => {
                     let mut clock = Clock::start();
-                    let forked = Resources::take(&mut descriptors).and_then(|resources| {
+                    let disks = &self.frozen.config.devices.disks;
+                    let forked = Resources::take(&mut descriptors, disks).and_then(|resources| {
                         let side = self.fork(&resources)?;
                         Ok((side, resources))
                     });

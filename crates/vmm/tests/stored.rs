@@ -167,16 +167,21 @@ fn a_processor_that_is_not_here_is_refused_by_name() {
         entry[register] |= bits;
         refusal(&place, &with_state(&place, &stored, &frozen))
     };
-    let lacks = |name: &str| format!("this host's processor has no {name}, which the machine was started with");
+    let lacks =
+        |name: &str| format!("this host's processor has no {name}, which the machine was started with");
     let missing = (0..32).find(|bit| here.ebx & 1 << bit == 0 && ![0, 1, 3, 5, 7, 8].contains(bit));
     let missing: u32 = missing.expect("a processor has everything");
     assert_eq!(refused(4, 1 << missing), lacks(&format!("bit {missing} of CPUID 0x7.0 Ebx")));
     // Those that have a name, of which no processor has all: some are of one vendor.
-    let named = [(10, "md_clear"), (26, "spec_ctrl"), (27, "stibp"), (28, "flush_l1d"), (29, "arch_capabilities")];
+    let named =
+        [(10, "md_clear"), (26, "spec_ctrl"), (27, "stibp"), (28, "flush_l1d"), (29, "arch_capabilities")];
     let missing: Vec<_> = named.iter().filter(|(bit, _)| here.edx & 1 << bit == 0).collect();
     if !missing.is_empty() {
         let names: Vec<_> = missing.iter().map(|(_, name)| *name).collect();
-        assert_eq!(refused(6, named.iter().fold(0, |bits, (bit, _)| bits | 1 << bit)), lacks(&names.join(", ")));
+        assert_eq!(
+            refused(6, named.iter().fold(0, |bits, (bit, _)| bits | 1 << bit)),
+            lacks(&names.join(", "))
+        );
     }
     let mut frozen = state_of(&stored);
     frozen.cpu.version = 2;
@@ -186,7 +191,10 @@ fn a_processor_that_is_not_here_is_refused_by_name() {
     let vendor = frozen.cpu.entries.iter_mut().find(|entry| entry[0] == 0).unwrap();
     vendor[4..].copy_from_slice(&[*b"Nobo", *b"Ever", *b"dysF"].map(u32::from_le_bytes));
     let error = refusal(&place, &with_state(&place, &stored, &frozen));
-    assert!(error.starts_with("the machine was started on a processor of NobodysFEver, this one is of "), "{error}");
+    assert!(
+        error.starts_with("the machine was started on a processor of NobodysFEver, this one is of "),
+        "{error}"
+    );
     place.thaw(&mut place.load(&stored)).counts();
 }
 

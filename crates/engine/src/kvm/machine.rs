@@ -83,7 +83,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         shape: shape(spec.shape),
         cmdline: cmdline(spec, host.tsc_khz().await),
         cpu: Cpu::Baseline,
-        devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into() },
+        devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into(), disks: Vec::new() },
         generation: generation(),
     };
     if let Err(error) = monitor.control.order(Request::Boot(boot), files).await {
