@@ -321,6 +321,78 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     lab.all_gone().await
 }
 
+/// Pages of a file that the kernel has in memory.
+fn cached(file: &std::path::Path) -> Result<u64> {
+    let output = std::process::Command::new("fincore").args(["-n", "-o", "PAGES"]).arg(file).output()?;
+    Ok(String::from_utf8(output.stdout)?.trim().parse()?)
+}
+
+/// Lets the kernel forget what it read of a file that nobody has mapped.
+fn forget(file: &std::path::Path) -> Result<()> {
+    let open = File::open(file)?;
+    open.sync_all()?;
+    rustix::fs::fadvise(&open, 0, None, rustix::fs::Advice::DontNeed)?;
+    ensure!(cached(file)? == 0, "{} pages stay", cached(file)?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 3).await?;
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    parent.stop().await?;
+    frozen.persist().await?;
+    let (dir, count) = (frozen.image().dir.clone(), last(parent.as_ref()).await);
+    let (memory, pages) = (dir.join("vm.mem"), dir.join("vm.pages"));
+    drop(frozen);
+    // A first run is looked at once, when it has run for a moment.
+    let stored = lab.engine.load(&dir, SharingScope::Node).await?;
+    let machine = lab.thaw(stored.as_ref()).await?;
+    beyond(machine.as_ref(), count + 2).await?;
+    let begun = Instant::now();
+    while !pages.exists() {
+        ensure!(begun.elapsed() < PATIENCE, "nothing is recorded");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    machine.stop().await?;
+    drop(stored);
+    lab.engine.close().await;
+    lab.all_gone().await?;
+    assert_eq!(keiki_snapshot::open(&dir)?.memory.bytes, u64::from(SHAPE.memory_mib) << 20);
+    let recorded = fs::read(&pages)?;
+
+    // On a host that has read nothing of the memory, a load reads that, before there is a machine.
+    let damaged = [&recorded[..], b"x"].concat();
+    for (content, is_read) in [(Some(&recorded), true), (None, false), (Some(&damaged), false)] {
+        match content {
+            Some(content) => fs::write(&pages, content)?,
+            None => fs::remove_file(&pages)?,
+        }
+        forget(&memory)?;
+        let engine = lab.another()?;
+        let stored = engine.load(&dir, SharingScope::Node).await?;
+        let begun = Instant::now();
+        while is_read && cached(&memory)? == 0 {
+            ensure!(begun.elapsed() < PATIENCE, "nothing is read");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if !is_read {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            assert!(!pages.exists(), "a damaged one stays, and no other is recorded");
+            assert_eq!(cached(&memory)?, 0, "who told it to read that?");
+        }
+        let machine = lab.thaw(stored.as_ref()).await?;
+        beyond(machine.as_ref(), count + 2).await?;
+        machine.stop().await?;
+        drop(stored);
+        engine.close().await;
+        lab.all_gone().await?;
+    }
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };

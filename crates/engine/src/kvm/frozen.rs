@@ -207,6 +207,9 @@ impl KvmFrozen {
         let record = new_record(&monitor, self.image.shape, layers, top);
         let machine = assemble(&self.host, monitor, resources, record).await?;
         watch.step("run");
+        if let Held::Stored { files, .. } = &*self.held.lock().await {
+            files.thawed(pid);
+        }
         super::chain::shorten(&machine.0, &*machine.0.record.lock().await);
         Ok(machine)
     }
