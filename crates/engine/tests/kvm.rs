@@ -304,7 +304,12 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     }
     // The zygote is killed behind our back: another takes its place.
     for pid in lab.processes()? {
-        Process::open(pid)?.context("gone")?.kill()?;
+        let zygote = Process::open(pid)?.context("gone")?;
+        zygote.kill()?;
+        // Its memory, by which it is found, goes before it does.
+        while zygote.is_alive() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
     lab.all_gone().await?;
     let machine = lab.thaw(stored.as_ref()).await?;
