@@ -122,12 +122,13 @@ impl Descriptors {
         Some(self.entries.remove(index).1)
     }
 
-    /// Refuses what nobody took: it would belong to something that is not there.
+    /// Refuses what nobody took of further disks: it is of one that is not there, or cannot be written.
     ///
     /// # Errors
     /// Names the first.
-    pub fn none_left(&self) -> Result<()> {
-        match self.entries.first() {
+    pub fn no_other_disks(&self) -> Result<()> {
+        let of_disk = |role: &Role| matches!(role, Role::DiskLayer(_) | Role::DiskTop(_));
+        match self.entries.iter().find(|(role, _)| of_disk(role)) {
             None => Ok(()),
             Some((role, _)) => {
                 let count = self.entries.iter().filter(|(other, _)| other == role).count();

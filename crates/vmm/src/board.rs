@@ -74,7 +74,7 @@ pub struct DiskFiles {
 }
 
 impl Resources {
-    /// Those of a request, for a machine with these disks besides its root disk. Nothing else is left in it.
+    /// Those of a request, for a machine with these disks besides its root disk.
     ///
     /// # Errors
     /// If one is missing, or too much.
@@ -95,7 +95,7 @@ impl Resources {
             console: descriptors.take(Role::Console)?,
             listener: descriptors.take(Role::Listener)?,
         };
-        descriptors.none_left()?;
+        descriptors.no_other_disks()?;
         Ok(taken)
     }
 

@@ -342,7 +342,7 @@ impl Machine {
                 self.board.with_disk(number, |disk| disk.rebase(layers(files)))??;
             }
         }
-        Ok(descriptors.none_left()?)
+        Ok(descriptors.no_other_disks()?)
     }
 
     /// Freezes: the copy is the zygote. See the module text of the crate for the order.
@@ -389,7 +389,7 @@ impl Machine {
                 tops.push((usize::from(number) + 1, descriptors.take(Role::DiskTop(number))?.into()));
             }
         }
-        descriptors.none_left()?;
+        descriptors.no_other_disks()?;
         Ok(tops)
     }
 
