@@ -20,6 +20,7 @@ use keiki_protocol::{
     AGENT_PORT, MAX_CALLS,
     guest::guest_server::GuestServer,
     handshake::{HELLO_LEN, Hello, MARKER, Scanner},
+    secrets,
 };
 use std::{
     future::poll_fn,
@@ -42,8 +43,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 const STREAM_WINDOW: u32 = 128 << 10;
 /// Input in flight altogether.
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
-/// The largest message taken from the node.
-const MAX_MESSAGE: usize = 4 << 20;
+/// The largest message taken from the node: all secrets of a sandbox, and what comes with them.
+const MAX_MESSAGE: usize = secrets::MAX * secrets::MAX_BYTES + (1 << 20);
 
 /// Serves the node for ever.
 pub async fn serve(agent: Agent) {

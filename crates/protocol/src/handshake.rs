@@ -16,7 +16,9 @@
 //! `marker[16] | version u16 | oldest u16 | reserved u32 | generation u64 | nonce[16] | zero[12] | crc32c u32`.
 
 /// The version of the agent protocol that this build speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
+/// From this version on secrets cross the channel sealed. Agents before it get none.
+pub const SEALED_SECRETS: u16 = 3;
 /// The oldest version that this build still understands.
 pub const OLDEST: u16 = 1;
 /// Size of a hello on the wire, in bytes.

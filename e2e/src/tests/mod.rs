@@ -8,6 +8,7 @@ mod disk;
 mod exec;
 mod failpoints;
 mod files;
+mod gate;
 mod lifecycle;
 mod lineage;
 mod load;
@@ -17,7 +18,9 @@ mod observe;
 mod ports;
 mod previews;
 mod races;
+mod secrets;
 mod sessions;
+mod stale;
 mod state;
 pub mod templates;
 mod trees;
@@ -74,6 +77,9 @@ pub fn all() -> Vec<(&'static str, Test)> {
         clones::hooks_run_in_each_copy_and_can_refuse_it,
         clones::connections_with_the_outside_are_reset_at_once,
         clones::secrets_follow_their_fate,
+        secrets::nothing_of_a_dropped_secret_is_in_a_snapshot,
+        gate::every_way_to_a_copy_has_the_gate,
+        gate::a_copy_that_fails_a_step_is_destroyed_and_its_maker_told,
         lineage::a_child_outlives_its_parent,
         lineage::a_fork_of_a_fork,
         lineage::a_snapshot_outlives_its_ancestors,
@@ -108,6 +114,8 @@ pub fn all() -> Vec<(&'static str, Test)> {
         sessions::it_goes_on_without_the_node,
         load::a_slow_command_delays_no_other_sandbox,
         load::thirty_two_clients_and_nothing_is_left,
+        stale::a_snapshot_says_why_it_should_be_made_anew,
+        secrets::a_node_killed_with_secrets_in_its_hands_gives_them_back,
         templates::a_template_of_ones_own_is_a_file,
         templates::a_code_interpreter_has_its_imports_done,
         templates::the_examples_run,

@@ -24,7 +24,10 @@ pub mod secrets;
 pub use identity::prepare;
 
 use crate::{log, reaper::Reaper, sys};
-use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
+use keiki_protocol::{
+    guest::{Individual, IndividualAck, StepTime},
+    seal::Plain,
+};
 use rustix::time::{ClockId, Timespec, clock_settime};
 use std::{
     fs, io,
@@ -116,8 +119,18 @@ impl Identity {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Carries out an order.
-    pub async fn become_new(&self, order: &Individual) -> Result<IndividualAck, IndividualError> {
+    /// Randomness that another has, credited, before a key is drawn: a copy would draw its original's.
+    pub fn refresh(bytes: &[u8]) -> Result<(), IndividualError> {
+        check_entropy(bytes)?;
+        entropy(bytes).map_err(|error| IndividualError::Step("entropy", error))
+    }
+
+    /// Carries out an order, and gives the machine the secrets that came with it.
+    pub async fn become_new(
+        &self,
+        order: &Individual,
+        given: &[Plain],
+    ) -> Result<IndividualAck, IndividualError> {
         let _one = self.order.lock().await;
         let current = self.generation();
         check(order, current)?;
@@ -143,7 +156,7 @@ impl Identity {
             connections::forget_names();
             Ok(())
         })?;
-        steps.run("secrets", || secrets::renew(&order.secrets, &order.keep_secrets))?;
+        steps.run("secrets", || secrets::renew(given, &order.keep_secrets))?;
         steps.run("generation", || record(order.generation))?;
         self.generation.store(order.generation, Ordering::Release);
         if order.run_hooks {
@@ -171,14 +184,17 @@ fn check(order: &Individual, current: u64) -> Result<(), IndividualError> {
     if order.generation <= current {
         return Err(IndividualError::Generation { wanted: order.generation, current });
     }
-    if !(MIN_ENTROPY..=MAX_ENTROPY).contains(&order.entropy.len()) {
-        return Err(IndividualError::Entropy(order.entropy.len()));
-    }
+    check_entropy(&order.entropy)?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
     if order.hostname.len() > MAX_HOSTNAME || !order.hostname.bytes().all(fits) {
         return Err(IndividualError::Hostname);
     }
     Ok(())
+}
+
+fn check_entropy(bytes: &[u8]) -> Result<(), IndividualError> {
+    let fits = (MIN_ENTROPY..=MAX_ENTROPY).contains(&bytes.len());
+    if fits { Ok(()) } else { Err(IndividualError::Entropy(bytes.len())) }
 }
 
 fn entropy(bytes: &[u8]) -> io::Result<()> {

@@ -44,6 +44,7 @@ impl Inner {
                 let dir = self.store.snapshot(id);
                 let _held = self.sources.hold(&dir).await;
                 let snapshot = self.snapshot_record(id).await?;
+                self.refuse_old(&snapshot)?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
                 let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
                 let (secrets, has) =
@@ -52,6 +53,7 @@ impl Inner {
                     secrets: has,
                     template: snapshot.template,
                     template_version: snapshot.template_version,
+                    kernel: snapshot.kernel,
                     shape: snapshot.shape,
                     from_snapshot: Some(id),
                     parent_snapshot_id: Some(id),
@@ -75,6 +77,7 @@ impl Inner {
                     secrets: has,
                     template: baked.record.name.clone(),
                     template_version: baked.record.version.clone(),
+                    kernel: baked.record.kernel.clone(),
                     shape: baked.record.shape,
                     ..base
                 };
@@ -118,6 +121,7 @@ impl Inner {
             timings: None,
             error: None,
             secrets: BTreeMap::new(),
+            kernel: String::new(),
         }
     }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Any, Dict, Mapping
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 
 from ._wire import segment
 from .models import Timings, items, labels, number, optional_text, text
@@ -32,6 +32,12 @@ class Snapshot:
         self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
         self.engine: str = text(data, "engine")
         self.metadata: Dict[str, str] = labels(data)
+        #: Seconds since it was taken, when the node was asked.
+        self.age_seconds: int = number(data, "age_seconds")
+        #: Release of the kernel in it; empty where it was not recorded.
+        self.kernel: str = text(data, "kernel")
+        #: Why it should be made anew: ``template_rebuilt``, ``old``, ``refused`` (it is not restored any more).
+        self.stale: List[str] = [str(why) for why in data.get("stale") or []]
         #: Of the freeze; only on the object that :meth:`Sandbox.snapshot` returned.
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
