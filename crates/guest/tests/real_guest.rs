@@ -8,11 +8,14 @@
 mod machine;
 
 use bytes::Bytes;
-use keiki_protocol::guest::{
-    AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
-    ListExecsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
-    RenameRequest, ResizeRequest, Secret, ShutdownRequest, SignalRequest, SymlinkRequest, TakeSecretsRequest,
-    ThawUserRequest, WriteChunk, WriteHeader, exec_event::Event,
+use keiki_protocol::{
+    guest::{
+        AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
+        ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
+        RenameRequest, ResizeRequest, SealedSecrets, SecretKeyRequest, ShutdownRequest, SignalRequest,
+        SymlinkRequest, ThawUserRequest, WipeSecretsRequest, WriteChunk, WriteHeader, exec_event::Event,
+    },
+    seal::{Key, Plain, seal},
 };
 use machine::{Client, Machine, argv, collect, id, run, shell};
 use std::time::{Duration, Instant};
@@ -449,23 +452,30 @@ async fn renewal(client: &Client) {
     let third = run(client, shell(identity)).await.out();
     assert_eq!((third.lines().next(), third.lines().last()), (Some(two[0]), Some("duid")));
 
-    let secret = |name: &str, owner: &str| Secret {
+    let secret = |name: &str, owner: &str| Plain {
         name: name.into(),
-        value: name.to_owned().into(),
+        value: zeroize::Zeroizing::new(name.into()),
         owner: owner.into(),
     };
-    let given = Individual { secrets: vec![secret("ONE", ""), secret("TWO", "nobody")], ..order(11) };
-    renew(given).await.unwrap();
+    let given = sealed(client, &[secret("ONE", ""), secret("TWO", "nobody")]).await;
+    renew(Individual { secrets: Some(given.clone()), ..order(11) }).await.unwrap();
+    let again = renew(Individual { secrets: Some(given), ..order(12) }).await.unwrap_err();
+    assert!(again.message().contains("without a key"), "a key opened two messages: {again}");
     let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
     let seen = run(client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
     assert_eq!(seen, "ONETWO400 root\n400 nobody\n");
-    let taken = client.clone().take_secrets(TakeSecretsRequest { names: vec!["ONE".into()] }).await.unwrap();
-    let taken = taken.into_inner().secrets;
+    let (key, public_key) = Key::new();
+    let one = vec!["ONE".to_owned()];
+    let read = ReadSecretsRequest { names: one.clone(), public_key: public_key.into() };
+    let read = key.open(&client.clone().read_secrets(read).await.unwrap().into_inner()).unwrap();
+    assert_eq!(read, [secret("ONE", "")]);
+    client.clone().wipe_secrets(WipeSecretsRequest { names: one }).await.unwrap();
     assert_eq!(
         run(client, shell(&names("od -An -c ONE"))).await.out().split_whitespace().collect::<String>(),
         "\\0\\0\\0"
     );
-    client.clone().put_secrets(PutSecretsRequest { secrets: taken }).await.unwrap();
+    let back = sealed(client, &read).await;
+    client.clone().put_secrets(back).await.unwrap();
     assert_eq!(run(client, shell(&names("cat ONE"))).await.out(), "ONE");
     renew(Individual { keep_secrets: vec!["TWO".into()], ..order(12) }).await.unwrap();
     assert_eq!(run(client, shell(&names("ls"))).await.out(), "TWO\n");
@@ -493,6 +503,12 @@ async fn renewal(client: &Client) {
     let left = run(client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
     assert_eq!(left, "0\n", "a hook that was given up still runs");
     println!("renewal: ok");
+}
+
+async fn sealed(client: &Client, secrets: &[Plain]) -> SealedSecrets {
+    let request = SecretKeyRequest { entropy: vec![7; 64].into() };
+    let key = client.clone().secret_key(request).await.unwrap().into_inner().public_key;
+    seal(&key, secrets).unwrap()
 }
 
 async fn freezing(client: &Client) {

@@ -78,6 +78,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         clones::connections_with_the_outside_are_reset_at_once,
         clones::secrets_follow_their_fate,
         secrets::nothing_of_a_dropped_secret_is_in_a_snapshot,
+        gate::generations_grow_along_a_lineage,
         gate::every_way_to_a_copy_has_the_gate,
         gate::a_copy_that_fails_a_step_is_destroyed_and_its_maker_told,
         lineage::a_child_outlives_its_parent,

@@ -102,13 +102,18 @@ pub async fn a_node_killed_with_secrets_in_its_hands_gives_them_back(world: Arc<
     let given = BTreeMap::from([("KEY".to_owned(), secret(&value, None))]);
     let id = create(&node.client, given).await?.id;
     let out = node.data.with_file_name("run").join(id.to_string().replace('-', "")).join("secrets");
-    for (step, is_out) in [("secrets:kept", true), ("secrets:wiped", true), ("secrets:back", true)] {
+    let is_long = std::env::var_os("KEIKI_E2E_LONG").is_some();
+    // Already with the node and still in the machine; only with the node; in both again.
+    for step in ["secrets:kept", "secrets:wiped", "secrets:back"] {
+        if step != "secrets:wiped" && !is_long {
+            continue;
+        }
         node.kill().await?;
         node = node.restart_failing(Some(&format!("snapshot:{step}"))).await?;
         let client = node.client.clone().with_retry_budget(Duration::ZERO);
         ensure!(client.snapshot(id).await.is_err(), "the node did not die at {step}");
         ensure!(node.has_died(Duration::from_secs(5)).await?, "the node lives on after {step}");
-        ensure!(out.join("KEY").exists() == is_out, "{step}: {}", out.display());
+        ensure!(out.join("KEY").exists(), "after a death at {step} nothing is in {}", out.display());
         node = node.restart().await?;
         let sandbox = Sandbox { client: node.client.clone(), id };
         let seen = sandbox.sh("cat /run/keiki/secrets/KEY").await?;

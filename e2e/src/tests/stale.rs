@@ -17,7 +17,7 @@ use tokio::process::Command;
 
 /// Seconds after which a snapshot is marked, and is not restored. Restored before that it must be here, so it is long.
 const MAX_AGE: &str = "1s";
-const REFUSE_AGE: u64 = 12;
+const REFUSE_AGE: u64 = 8;
 
 pub async fn a_snapshot_says_why_it_should_be_made_anew(world: Arc<World>) -> Result<()> {
     let refuse = within(REFUSE_AGE);
