@@ -40,6 +40,11 @@ pub fn within(seconds: u64) -> Duration {
     Duration::from_secs(seconds * factor)
 }
 
+/// Is this a run that may take long?
+pub fn long() -> bool {
+    std::env::var_os("KEIKI_E2E_LONG").is_some()
+}
+
 /// What every test gets.
 pub struct World {
     /// The node most tests share.
@@ -80,8 +85,7 @@ async fn run() -> Result<bool> {
     println!("node and template ready after {:.1} s", begun.elapsed().as_secs_f64());
     let world = Arc::new(World { node, places });
 
-    let limit =
-        within(if std::env::var_os("KEIKI_E2E_LONG").is_some() { LONG_TEST_LIMIT } else { TEST_LIMIT });
+    let limit = within(if long() { LONG_TEST_LIMIT } else { TEST_LIMIT });
     let (mut passed, mut failed) = (0, Vec::new());
     for (name, test) in chosen {
         let begun = Instant::now();

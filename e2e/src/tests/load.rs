@@ -121,7 +121,7 @@ impl Figures {
 }
 
 pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result<()> {
-    let long = std::env::var_os("KEIKI_E2E_LONG").is_some();
+    let long = crate::long();
     let half = Duration::from_secs(if long { 300 } else { 30 });
     let node = &world.node;
     // The allocator keeps what the first half needed: a leak is what the second adds.

@@ -3,6 +3,10 @@
 mod api;
 mod bench;
 mod clones;
+mod clones_disk;
+mod clones_random;
+mod clones_time;
+mod clones_traffic;
 mod crash;
 mod disk;
 mod exec;
@@ -17,6 +21,7 @@ mod observe;
 mod ports;
 mod previews;
 mod races;
+mod services;
 mod sessions;
 mod state;
 pub mod templates;
@@ -70,10 +75,12 @@ pub fn all() -> Vec<(&'static str, Test)> {
         state::divergence_never_leaks,
         state::a_copy_is_a_new_individual,
         clones::identity_is_new_in_copies_and_kept_by_a_wake,
-        clones::no_two_copies_draw_the_same,
         clones::hooks_run_in_each_copy_and_can_refuse_it,
         clones::connections_with_the_outside_are_reset_at_once,
         clones::secrets_follow_their_fate,
+        clones_random::no_two_copies_draw_the_same,
+        clones_disk::what_was_acknowledged_is_in_every_copy,
+        clones_traffic::traffic_is_the_originals,
         lineage::a_child_outlives_its_parent,
         lineage::a_fork_of_a_fork,
         lineage::a_snapshot_outlives_its_ancestors,
@@ -110,6 +117,11 @@ pub fn all() -> Vec<(&'static str, Test)> {
         load::thirty_two_clients_and_nothing_is_left,
         templates::a_template_of_ones_own_is_a_file,
         templates::a_code_interpreter_has_its_imports_done,
+        clones_random::numpy_begins_anew_in_a_running_process,
+        clones_time::clocks_are_right_and_timers_fire,
+        services::what_talks_inside_talks_on,
+        services::names_and_neighbours_of_another_slot_are_forgotten,
+        services::ssh_servers_of_copies_have_keys_of_their_own,
         templates::the_examples_run,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,

@@ -29,12 +29,13 @@ echo hello
 /// The directory with the templates of the user that these tests are.
 pub fn own(places: &Places) -> Result<String> {
     places.file("templates/own.toml", OWN)?;
+    places.file("templates/services.toml", super::services::TEMPLATE)?;
     let broken = places.file("templates/broken.toml", "shape = 3")?;
     Ok(broken.trim_end_matches("/broken.toml").to_owned())
 }
 
-/// Builds to the end.
-async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
+/// Builds to the end, if it is not there.
+pub async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
     let mut build = client.build_template(request).await?;
     while build.ended_at.is_empty() {
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -44,7 +45,8 @@ async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
     Ok(())
 }
 
-async fn create(client: &Client, template: &str) -> Result<Sandbox> {
+/// A sandbox of a template that was built.
+pub async fn create(client: &Client, template: &str) -> Result<Sandbox> {
     let request = CreateSandbox { template: Some(template.into()), ..CreateSandbox::default() };
     Ok(Sandbox { client: client.clone(), id: client.create(&request).await?.id })
 }

@@ -7,7 +7,7 @@
 //!   identity     machine ID, DHCP identifiers, seeds, SSH host keys       not for a wake: it is the same machine
 //!   connections  TCP with the outside reset, neighbours and names forgotten
 //!   secrets      those given to this copy, and none it may not have
-//!   generation   /run/keiki/generation, for programs that watch it
+//!   generation   /run/keiki/generation and SIGURG, for programs that want to know
 //!   hooks        /etc/keiki/thaw.d
 //! ```
 //!
@@ -16,6 +16,7 @@
 //! acknowledgement, and the node destroys the copy.
 
 mod connections;
+mod generation;
 mod hooks;
 mod identity;
 mod program;
@@ -23,15 +24,12 @@ pub mod secrets;
 
 pub use identity::prepare;
 
-use crate::{log, reaper::Reaper, sys};
+use crate::{reaper::Reaper, sys};
 use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
 use rustix::time::{ClockId, Timespec, clock_settime};
 use std::{
     fs, io,
-    os::{
-        fd::AsFd,
-        unix::fs::{FileExt, MetadataExt},
-    },
+    os::fd::AsFd,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -39,7 +37,6 @@ use std::{
     time::Instant,
 };
 
-const FILE: &str = "/run/keiki/generation";
 const MIN_ENTROPY: usize = 64;
 const MAX_ENTROPY: usize = 4096;
 const MAX_HOSTNAME: usize = 64;
@@ -75,6 +72,7 @@ pub struct Identity {
     /// One order at a time.
     order: tokio::sync::Mutex<()>,
     reaper: Arc<Reaper>,
+    slow_keys: identity::SlowKeys,
 }
 
 /// Steps done, and how long each took.
@@ -108,7 +106,12 @@ impl Steps {
 impl Identity {
     /// Of generation 0.
     pub fn new(reaper: Arc<Reaper>) -> Self {
-        Self { generation: AtomicU64::new(0), order: tokio::sync::Mutex::default(), reaper }
+        Self {
+            generation: AtomicU64::new(0),
+            order: tokio::sync::Mutex::default(),
+            reaper,
+            slow_keys: identity::SlowKeys::default(),
+        }
     }
 
     /// The generation; 0 before the first.
@@ -135,7 +138,8 @@ impl Identity {
             steps.run("machine_id", identity::machine_id)?;
             steps.run("seeds", identity::seeds)?;
             let begin = Instant::now();
-            slow_keys = steps.note("host_keys", begin, identity::host_keys(&self.reaper).await)?;
+            slow_keys =
+                steps.note("host_keys", begin, identity::host_keys(&self.reaper, &self.slow_keys).await)?;
         }
         steps.run("connections", || {
             connections::reset_foreign()?;
@@ -144,26 +148,18 @@ impl Identity {
             Ok(())
         })?;
         steps.run("secrets", || secrets::renew(&order.secrets, &order.keep_secrets))?;
-        steps.run("generation", || record(order.generation))?;
+        steps.run("generation", || {
+            generation::record(order.generation)?;
+            generation::tell();
+            Ok(())
+        })?;
         self.generation.store(order.generation, Ordering::Release);
         if order.run_hooks {
             let begin = Instant::now();
             steps.note("hooks", begin, hooks::run(&self.reaper, order).await)?;
         }
-        self.make_slow_keys(slow_keys);
+        self.slow_keys.begin(&self.reaper, slow_keys).await;
         Ok(IndividualAck { generation: order.generation, steps: steps.0 })
-    }
-
-    fn make_slow_keys(&self, kinds: Vec<&'static str>) {
-        if kinds.is_empty() {
-            return;
-        }
-        let reaper = self.reaper.clone();
-        tokio::spawn(async move {
-            if let Err(error) = identity::slow_host_keys(&reaper, &kinds).await {
-                log::line(&format!("SSH host keys: {error}"));
-            }
-        });
     }
 }
 
@@ -224,19 +220,6 @@ fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
     }
     new.extend_from_slice(line.as_bytes());
     Some(new)
-}
-
-/// Nobody reads it meanwhile, since user work stands still; and a greater number is never shorter.
-fn record(generation: u64) -> io::Result<()> {
-    static RECORD: OnceLock<fs::File> = OnceLock::new();
-    let text = generation.to_string();
-    let file = kept_open(&RECORD, || fs::File::create(FILE))?;
-    file.write_all_at(text.as_bytes(), 0)?;
-    if file.metadata()?.nlink() == 0 {
-        // User work has removed it, or put another in its place.
-        fs::write(FILE, text)?;
-    }
-    Ok(())
 }
 
 /// A file that is opened at its first use only: opening again would be the longest part of what is done with it.

@@ -1,0 +1,69 @@
+"""spin.py WHAT FILE: draws without a pause. A line of FILE is the time before in ns, and the values drawn then.
+spin.py: draws once of each kind."""
+
+import os
+import sys
+import time
+
+
+def kernel():
+    import uuid
+
+    return lambda: (os.urandom(16).hex(), uuid.uuid4().hex)
+
+
+def python():
+    import random
+
+    return lambda: (random.random().hex(), "%032x" % random.getrandbits(128))
+
+
+def numpy():
+    import numpy
+    import random
+
+    return lambda: (numpy.random.rand().hex(), numpy.random.bytes(16).hex(), random.random().hex())
+
+
+def tls():
+    import ssl
+
+    context = ssl.create_default_context()
+
+    def hello():
+        out = ssl.MemoryBIO()
+        session = context.wrap_bio(ssl.MemoryBIO(), out, server_hostname="keiki.test")
+        try:
+            session.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        return client_hello(out.read())
+
+    return hello
+
+
+def client_hello(record):
+    """Random, session ID and first key share (RFC 8446, 4.1.2 and 4.2.8)."""
+    body = record[9:]
+    random, rest = body[2:34], body[34:]
+    session, rest = rest[1 : 1 + rest[0]], rest[1 + rest[0] :]
+    rest = rest[2 + int.from_bytes(rest[:2], "big") :]  # cipher suites
+    rest = rest[1 + rest[0] :]  # compression methods
+    rest = rest[2:]  # length of the extensions
+    while rest:
+        kind, size = int.from_bytes(rest[:2], "big"), int.from_bytes(rest[2:4], "big")
+        if kind == 51:
+            share = rest[10 : 4 + size]
+            return random.hex(), session.hex(), share.hex()
+        rest = rest[4 + size :]
+    raise SystemExit("no key share in " + record.hex())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(*kernel()(), *python()(), *tls()())
+        raise SystemExit
+    draw = {"kernel": kernel, "python": python, "numpy": numpy, "tls": tls}[sys.argv[1]]()
+    with open(sys.argv[2], "w", buffering=1) as out:
+        while True:
+            out.write("%d %s\n" % (time.time_ns(), " ".join(draw())))
