@@ -1,4 +1,5 @@
-"""spin.py WHAT FILE: draws without a pause. A line of FILE is the time before in ns, and the values drawn then.
+"""spin.py WHAT FILE: draws without a pause. A line of FILE is the time before in ns, and the values drawn then. In a
+copy it stops after some lines, and makes FILE.end.
 spin.py: draws once of each kind."""
 
 import os
@@ -64,6 +65,11 @@ if __name__ == "__main__":
         print(*kernel()(), *python()(), *tls()())
         raise SystemExit
     draw = {"kernel": kernel, "python": python, "numpy": numpy, "tls": tls}[sys.argv[1]]()
+    generation = os.open("/run/keiki/generation", os.O_RDONLY)
+    first = os.pread(generation, 100, 0)
+    left = 100 if sys.argv[1] == "tls" else 1000
     with open(sys.argv[2], "w", buffering=1) as out:
-        while True:
+        while left:
             out.write("%d %s\n" % (time.time_ns(), " ".join(draw())))
+            left -= os.pread(generation, 100, 0) != first
+    open(sys.argv[2] + ".end", "w").close()

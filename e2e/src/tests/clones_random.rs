@@ -73,7 +73,7 @@ impl Seen {
 /// Starts what draws, and waits until it has.
 async fn spin(sandbox: &Sandbox, all: &[&str]) -> Result<()> {
     sandbox.client.write_bytes(sandbox.id, "/root/spin.py", None, SPIN).await?;
-    sandbox.sh("pkill python; rm -f /dev/shm/*; true").await?;
+    sandbox.sh("pkill -KILL python; rm -f /dev/shm/*; true").await?;
     for what in all {
         sandbox.background(&format!("exec python3 /root/spin.py {what} /dev/shm/{what}")).await?;
     }
@@ -92,6 +92,8 @@ async fn drawn(sandbox: &Sandbox, what: &str) -> Result<String> {
 /// What processes that were frozen while they drew have drawn. The original's lines of before are known.
 async fn look_at_spinning(seen: &mut Seen, name: &str, copy: &Sandbox, all: &[&str]) -> Result<()> {
     for what in all {
+        let ended = "for i in $(seq 400); do [ -e /dev/shm/WHAT.end ] && exit 0; sleep 0.1; done; exit 1";
+        copy.sh(&ended.replace("WHAT", what)).await?;
         let (new, known) = seen.add_lines(name, &drawn(copy, what).await?)?;
         ensure!(new > 5 && known > 0, "{name} drew {new} values of {what}, {known} of the original's");
     }
@@ -113,7 +115,6 @@ async fn look(seen: &mut Seen, name: &str, copy: &Sandbox) -> Result<()> {
     const FRESH: &str = "head -c 16 /dev/urandom | od -An -v -tx1 | tr -d ' '; \
         cat /proc/sys/kernel/random/uuid; python3 /root/spin.py";
     seen.add_fresh(name, &copy.sh(FRESH).await?)?;
-    copy.sh("sleep 0.3; pkill -STOP python3").await?;
     look_at_spinning(seen, name, copy, &SPINNING).await?;
     let records = recorded(copy).await?;
     ensure!(records.len() == WINDOW * RECORD, "{} bytes of records", records.len());
@@ -133,7 +134,7 @@ pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
     client.write_bytes(parent.id, "/root/keiki-recorder", Some(0o755), recorder).await?;
     let mut seen = Seen::default();
     for round in 0..rounds {
-        parent.sh("pkill keiki-recorder; true").await?;
+        parent.sh("pkill -KILL keiki-recorder; true").await?;
         spin(&parent, &SPINNING).await?;
         parent.background("exec /root/keiki-recorder /dev/shm/drawn").await?;
         parent.sh("sleep 0.5; [ -s /dev/shm/drawn ]").await?;
@@ -142,6 +143,11 @@ pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
         }
         let mut copies = parent.fork(AT_ONCE / 2).await?;
         let snapshot = parent.snapshot().await?;
+        parent.sh("pkill -STOP python3; pkill -STOP keiki-recorder").await?;
+        for what in SPINNING {
+            let (new, _) = seen.add_lines("the original", &drawn(&parent, what).await?)?;
+            ensure!(new > 5, "the original drew {new} values of {what} meanwhile");
+        }
         let restored = (0..AT_ONCE / 2).map(|_| Sandbox::restore(client, &snapshot));
         copies.extend(try_join_all(restored).await?);
         for (n, copy) in copies.iter().enumerate() {
@@ -149,10 +155,6 @@ pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
             copy.kill().await?;
         }
         client.delete_snapshot(snapshot.id).await?;
-        for what in SPINNING {
-            let (new, _) = seen.add_lines("the original", &drawn(&parent, what).await?)?;
-            ensure!(new > 5, "the original drew {new} values of {what} meanwhile");
-        }
     }
     ensure!(seen.copies == AT_ONCE as usize * rounds, "{} copies", seen.copies);
     Ok(())
@@ -167,8 +169,7 @@ pub async fn numpy_begins_anew_in_a_running_process(world: Arc<World>) -> Result
     spin(&parent, &["numpy"]).await?;
     let mut seen = Seen::default();
     seen.add_lines("the original", &drawn(&parent, "numpy").await?)?;
-    for (n, copy) in parent.fork(2).await?.iter().chain([&parent]).enumerate() {
-        copy.sh("sleep 0.3; pkill -STOP python").await?;
+    for (n, copy) in parent.fork(3).await?.iter().enumerate() {
         look_at_spinning(&mut seen, &format!("copy {n}"), copy, &["numpy"]).await?;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The clocks of a copy: right about the world, and about what was waited for.
 
-use super::services;
+use super::clones_services as services;
 use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;

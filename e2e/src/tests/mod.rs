@@ -5,6 +5,7 @@ mod bench;
 mod clones;
 mod clones_disk;
 mod clones_random;
+mod clones_services;
 mod clones_time;
 mod clones_traffic;
 mod crash;
@@ -21,7 +22,7 @@ mod observe;
 mod ports;
 mod previews;
 mod races;
-mod services;
+
 mod sessions;
 mod state;
 pub mod templates;
@@ -119,9 +120,9 @@ pub fn all() -> Vec<(&'static str, Test)> {
         templates::a_code_interpreter_has_its_imports_done,
         clones_random::numpy_begins_anew_in_a_running_process,
         clones_time::clocks_are_right_and_timers_fire,
-        services::what_talks_inside_talks_on,
-        services::names_and_neighbours_of_another_slot_are_forgotten,
-        services::ssh_servers_of_copies_have_keys_of_their_own,
+        clones_services::what_talks_inside_talks_on,
+        clones_services::names_and_neighbours_of_another_slot_are_forgotten,
+        clones_services::ssh_servers_of_copies_have_keys_of_their_own,
         templates::the_examples_run,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,

@@ -29,7 +29,7 @@ echo hello
 /// The directory with the templates of the user that these tests are.
 pub fn own(places: &Places) -> Result<String> {
     places.file("templates/own.toml", OWN)?;
-    places.file("templates/services.toml", super::services::TEMPLATE)?;
+    places.file("templates/services.toml", super::clones_services::TEMPLATE)?;
     let broken = places.file("templates/broken.toml", "shape = 3")?;
     Ok(broken.trim_end_matches("/broken.toml").to_owned())
 }
