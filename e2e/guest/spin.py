@@ -14,7 +14,10 @@ def kernel():
 
 
 def python():
+    import keiki_generation
     import random
+
+    keiki_generation.on_copy(lambda: open("/dev/shm/told", "a").write("told\n"))
 
     return lambda: (random.random().hex(), "%032x" % random.getrandbits(128))
 

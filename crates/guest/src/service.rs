@@ -4,7 +4,7 @@ use crate::{
     archive, cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
     files::{self, FileError, Upload},
-    individual::{Identity, IndividualError, announce, secrets},
+    individual::{Identity, IndividualError, announce, secrets, uptime},
     log, ports,
     reaper::Reaper,
     watch,
@@ -21,7 +21,6 @@ use keiki_protocol::guest::{
     TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, UnpackChunk, UnpackReply,
     WatchEvent, WatchRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
 };
-use rustix::time::{ClockId, clock_gettime};
 use std::{
     fs, io,
     pin::Pin,
@@ -86,15 +85,12 @@ impl Guest for Agent {
     type DialStream = ReceiverStream<Result<DialChunk, Status>>;
 
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
-        let up = clock_gettime(ClockId::Boottime);
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let uptime =
-            u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000;
         Ok(Response::new(InfoReply {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             generation: self.generation(),
-            uptime_ms: uptime,
+            uptime_ms: uptime(),
             boot_id: boot_id.trim_end().to_owned(),
             user_frozen: self.frozen.lock().await.is_some(),
             // Nothing is served before.

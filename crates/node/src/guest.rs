@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use keiki_protocol::guest::{
-    FlushRequest, FreezeUserRequest, Individual, PutSecretsRequest, Secret, TakeSecretsRequest,
+    FlushRequest, FreezeUserRequest, Individual, InfoRequest, PutSecretsRequest, Secret, TakeSecretsRequest,
     ThawUserRequest, guest_client::GuestClient,
 };
 use keiki_types::Origin;
@@ -13,7 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     net::UnixStream,
@@ -33,6 +33,9 @@ const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
 const FREEZE_LIMIT_MS: u32 = 5_000;
+/// A round trip this short tells the guest's clock well enough; of longer ones, the shortest of so many.
+const CLOCK_ROUND: Duration = Duration::from_millis(30);
+const CLOCK_TRIES: usize = 4;
 /// Steps of the gate that a guest may tell of.
 const STEPS: usize = 16;
 /// Bytes of fresh entropy each new individual gets.
@@ -251,6 +254,26 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("thaw its processes", status))
     }
 
+    /// Our wall clock and the guest's uptime, in ms, of one moment. The order to set its clock may take long to arrive on
+    /// a busy host; how far both are apart is half a round trip at most, of the quickest of some.
+    async fn clocks(&self) -> Result<(Duration, u64)> {
+        let mut best: Option<(Duration, (Duration, u64))> = None;
+        for _ in 0..CLOCK_TRIES {
+            let mut client = self.client().await;
+            let (begun, before) = (Instant::now(), unix_time());
+            let info = within(self.limits.call, client.info(limited(InfoRequest {}))).await;
+            let round = begun.elapsed();
+            let info = info.map_err(|status| failed("say its uptime", status))?.into_inner();
+            if best.is_none_or(|(quickest, _)| round < quickest) {
+                best = Some((round, (before + round / 2, info.uptime_ms)));
+            }
+            if round < CLOCK_ROUND {
+                break;
+            }
+        }
+        Ok(best.map(|(_, clocks)| clocks).unwrap_or_else(|| (unix_time(), 0)))
+    }
+
     /// Makes the copy a new individual and lets its user processes go on; returns the guest's own step times once it acknowledged.
     ///
     /// # Errors
@@ -258,7 +281,7 @@ impl GuestLink {
     pub async fn individualize(&self, new: NewIdentity) -> Result<Vec<(String, Duration)>> {
         let mut entropy = vec![0; ENTROPY_BYTES];
         rand::rng().fill_bytes(&mut entropy);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let (now, uptime_ms) = self.clocks().await?;
         let individual = Individual {
             generation: self.generation,
             entropy: entropy.into(),
@@ -273,6 +296,7 @@ impl GuestLink {
             keep_secrets: new.secrets.keep,
             is_new: new.origin != Origin::Wake,
             run_hooks: !new.is_bake,
+            uptime_ms,
         };
         // Not repeated over a new connection: the guest refuses a generation it already has.
         let mut client = self.client().await;
@@ -289,6 +313,10 @@ impl GuestLink {
             .map(|s| (plain(&s.step), Duration::from_micros(s.micros)))
             .collect())
     }
+}
+
+fn unix_time() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// The connection is gone, as opposed to: the agent said no.

@@ -1,6 +1,6 @@
 //! A clone is safe to use: what it does not share with its original, and who may have a say in that.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
 use keiki_client::Client;
 use keiki_types::{
@@ -87,7 +87,8 @@ outside = socket.create_connection((\"172.31.255.1\", 53))
 def listen():
     try: end = repr(outside.recv(1))
     except OSError as error: end = type(error).__name__
-    open(\"/dev/shm/outside\", \"w\").write(end + \" %f\" % time.time())
+    since = time.time() - os.stat(\"/run/keiki/generation\").st_mtime
+    open(\"/dev/shm/outside\", \"w\").write(end + \" %f\" % since)
 threading.Thread(target=listen, daemon=True).start()
 n = 0
 while True:
@@ -108,6 +109,9 @@ while True:
         .sh("for i in $(seq 40); do [ -s /dev/shm/outside ] && break; sleep 0.05; done; cat /dev/shm/outside")
         .await?;
     ensure!(end.starts_with("ConnectionResetError"), "the copy's connection ended with {end:?}");
+    // The generation is written just before user work goes on.
+    let since: f64 = end.rsplit(' ').next().unwrap_or_default().parse()?;
+    ensure!(since < within(1).as_secs_f64(), "it ended {since} s after the copy went on");
     let inside = "a=$(cat /dev/shm/inside); sleep 0.5; b=$(cat /dev/shm/inside); [ $b -gt $a ] && echo alive";
     ensure!(child.sh(inside).await? == "alive", "a connection inside the copy did not live on");
     let of_parent = parent.sh("cat /dev/shm/outside 2>/dev/null; true").await?;

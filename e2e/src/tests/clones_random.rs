@@ -116,6 +116,7 @@ async fn look(seen: &mut Seen, name: &str, copy: &Sandbox) -> Result<()> {
         cat /proc/sys/kernel/random/uuid; python3 /root/spin.py";
     seen.add_fresh(name, &copy.sh(FRESH).await?)?;
     look_at_spinning(seen, name, copy, &SPINNING).await?;
+    ensure!(copy.sh("cat /dev/shm/told").await? == "told", "a function was not called once in {name}");
     let records = recorded(copy).await?;
     ensure!(records.len() == WINDOW * RECORD, "{} bytes of records", records.len());
     for record in records.chunks_exact(RECORD) {

@@ -26,7 +26,7 @@ pub use identity::prepare;
 
 use crate::{reaper::Reaper, sys};
 use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
-use rustix::time::{ClockId, Timespec, clock_settime};
+use rustix::time::{ClockId, Timespec, clock_gettime, clock_settime};
 use std::{
     fs, io,
     os::fd::AsFd,
@@ -128,7 +128,7 @@ impl Identity {
         // Here and not on another thread: a few system calls, none of which waits for a disk.
         steps.run("entropy", || entropy(&order.entropy))?;
         if order.unix_nanos > 0 {
-            steps.run("clock", || clock(order.unix_nanos))?;
+            steps.run("clock", || clock(order.unix_nanos, order.uptime_ms))?;
         }
         if !order.hostname.is_empty() {
             steps.run("hostname", || Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
@@ -184,12 +184,24 @@ fn entropy(bytes: &[u8]) -> io::Result<()> {
     sys::reseed(random.as_fd())
 }
 
-fn clock(nanos: u64) -> io::Result<()> {
+/// Sets the wall clock to what it was at some uptime and what has passed since.
+fn clock(unix_nanos: u64, uptime_ms: u64) -> io::Result<()> {
     const SECOND: u64 = 1_000_000_000;
+    let passed = match uptime_ms {
+        0 => 0,
+        then => uptime().saturating_sub(then).saturating_mul(1_000_000),
+    };
+    let nanos = unix_nanos.saturating_add(passed);
     let seconds = i64::try_from(nanos / SECOND).map_err(io::Error::other)?;
     // Below a second, so it fits whatever the type.
     let time = Timespec { tv_sec: seconds, tv_nsec: (nanos % SECOND) as _ };
     Ok(clock_settime(ClockId::Realtime, time)?)
+}
+
+/// For how long this machine has run, in ms: it goes on in a copy from where it stood.
+pub fn uptime() -> u64 {
+    let up = clock_gettime(ClockId::Boottime);
+    u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
 /// Lets programs look the machine itself up. A comfort, and a write to a disk that is cold after a thaw: not
