@@ -6,8 +6,8 @@ use std::{sync::Arc, time::Duration};
 
 const LEDGER: &str = include_str!("../../guest/ledger.py");
 
-/// Stops what writes, then looks at what the disk itself has: of the cache, only what is not written yet stays.
-const CHECK: &str = "pkill -STOP python3; echo 3 >/proc/sys/vm/drop_caches; python3 /root/ledger.py check";
+/// Stops what writes, then looks at what the disk itself has.
+const CHECK: &str = "pkill -STOP python3; echo 3 >/proc/sys/vm/drop_caches; PATH=$PATH:/usr/sbin python3 /root/ledger.py check";
 /// Read-only by the kernel's emergency key, then checked from the device itself.
 const FSCK: &str = "pkill -KILL python3; sync; echo u >/proc/sysrq-trigger; sleep 0.3; echo 3 >/proc/sys/vm/drop_caches; \
     e2fsck -fn /dev/vda";

@@ -18,7 +18,7 @@ const AT_ONCE: i64 = 8;
 const RECORD: usize = 32;
 const RING: usize = 1 << 17;
 /// Those before a copy's first ones and after them that are looked at.
-const WINDOW: usize = 22_000;
+const WINDOW: usize = 6_000;
 
 /// What is spinning when it is frozen, beside the recorder.
 const SPINNING: [&str; 3] = ["kernel", "python", "tls"];

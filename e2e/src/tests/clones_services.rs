@@ -108,10 +108,12 @@ pub async fn names_and_neighbours_of_another_slot_are_forgotten(world: Arc<World
     Ok(())
 }
 
-/// What an SSH client is shown: the server's keys, not its files.
+/// What an SSH client is shown: the server's keys, not its files. A server that begins anew is not there for a while.
 async fn shown(sandbox: &Sandbox) -> Result<BTreeSet<String>> {
-    let keys = sandbox.sh("ssh-keyscan 127.0.0.1 2>/dev/null | sort -u").await?;
-    Ok(keys.lines().map(str::to_owned).collect())
+    const SCAN: &str = "ssh-keyscan 127.0.0.1 2>/dev/null | sort -u >/tmp/keys; \
+        grep -q ed25519 /tmp/keys && grep -q ecdsa /tmp/keys";
+    until(sandbox, 20, SCAN).await?;
+    Ok(sandbox.sh("cat /tmp/keys").await?.lines().map(str::to_owned).collect())
 }
 
 /// Keys of RSA take long: in a copy they are made after the release, and a copy of that copy meets them half made.
@@ -123,7 +125,6 @@ pub async fn ssh_servers_of_copies_have_keys_of_their_own(world: Arc<World>) -> 
     let prepare = "cd /etc/ssh && for t in ed25519 ecdsa rsa; do ssh-keygen -q -t $t $([ $t = rsa ] && echo -b 1024) \
         -N '' -f ssh_host_${t}_key; done && mkdir -p /run/sshd && /usr/sbin/sshd -o RequiredRSASize=1024";
     parent.sh(prepare).await?;
-    until(&parent, 20, "ssh-keyscan 127.0.0.1 | grep -q ed25519").await?;
     let first = shown(&parent).await?;
     ensure!(first.len() >= 2, "{first:?}");
     let child = parent.fork_one().await?;

@@ -62,8 +62,9 @@ pub async fn clocks_are_right_and_timers_fire(world: Arc<World>) -> Result<()> {
     ensure!(parent.view().await?.cpu == 4, "not four processors");
     client.write_bytes(parent.id, "/root/clock.py", None, CLOCK).await?;
     let mut copies = Vec::new();
-    for (name, shift) in [("three years old", "-1095 days"), ("of tomorrow", "2 days")] {
-        parent.sh(&format!("pkill python3; rm -f /dev/shm/*; date -s '{shift}'")).await?;
+    for (name, shift) in [("three years old", -1095.0), ("of tomorrow", 1.0)] {
+        let then = now() + shift * 86400.0;
+        parent.sh(&format!("pkill python3; rm -f /dev/shm/*; date -s @{then:.0}")).await?;
         parent.background("exec python3 /root/clock.py").await?;
         parent
             .sh("for i in $(seq 100); do [ -e /dev/shm/armed ] && exit 0; sleep 0.05; done; exit 1")

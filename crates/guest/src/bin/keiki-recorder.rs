@@ -18,7 +18,7 @@ use std::{fs::File, io, process::ExitCode};
 
 const RING: u64 = 1 << 17;
 /// Drawn in a copy until it stops.
-const IN_COPY: u64 = 20_000;
+const IN_COPY: u64 = 5_000;
 /// One UUID to so many other values: it is the slowest.
 const UUID_EVERY: u64 = 32;
 const RECORD: usize = 32;
