@@ -263,7 +263,7 @@ impl GuestLink {
             let (begun, before) = (Instant::now(), unix_time());
             let info = within(self.limits.call, client.info(limited(InfoRequest {}))).await;
             let round = begun.elapsed();
-            let info = info.map_err(|status| failed("say its uptime", status))?.into_inner();
+            let info = info.map_err(|status| failed("take on its new identity", status))?.into_inner();
             if best.is_none_or(|(quickest, _)| round < quickest) {
                 best = Some((round, (before + round / 2, info.uptime_ms)));
             }

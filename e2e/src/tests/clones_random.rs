@@ -7,7 +7,7 @@ use super::templates;
 use crate::{World, long, sandbox::Sandbox};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::BytesMut;
-use futures::{TryStreamExt, future::try_join_all};
+use futures::{StreamExt, TryStreamExt, future::try_join_all, stream};
 use keiki_types::api::BuildTemplate;
 use std::{collections::HashMap, sync::Arc};
 
@@ -89,15 +89,11 @@ async fn drawn(sandbox: &Sandbox, what: &str) -> Result<String> {
     sandbox.sh(&format!("tail -c 1000000 /dev/shm/{what}")).await
 }
 
-/// What processes that were frozen while they drew have drawn. The original's lines of before are known.
-async fn look_at_spinning(seen: &mut Seen, name: &str, copy: &Sandbox, all: &[&str]) -> Result<()> {
-    for what in all {
-        let ended = "for i in $(seq 400); do [ -e /dev/shm/WHAT.end ] && exit 0; sleep 0.1; done; exit 1";
-        copy.sh(&ended.replace("WHAT", what)).await?;
-        let (new, known) = seen.add_lines(name, &drawn(copy, what).await?)?;
-        ensure!(new > 5 && known > 0, "{name} drew {new} values of {what}, {known} of the original's");
-    }
-    Ok(())
+/// What a process that was frozen while it drew has drawn before and after, once it has stopped.
+async fn drawn_in_copy(copy: &Sandbox, what: &str) -> Result<String> {
+    let ended = "for i in $(seq 400); do [ -e /dev/shm/WHAT.end ] && exit 0; sleep 0.1; done; exit 1";
+    copy.sh(&ended.replace("WHAT", what)).await?;
+    drawn(copy, what).await
 }
 
 /// The recorder's last records.
@@ -111,19 +107,49 @@ async fn recorded(copy: &Sandbox) -> Result<Vec<u8>> {
     Ok(records.flatten().flatten().copied().collect())
 }
 
-async fn look(seen: &mut Seen, name: &str, copy: &Sandbox) -> Result<()> {
-    const FRESH: &str = "head -c 16 /dev/urandom | od -An -v -tx1 | tr -d ' '; \
-        cat /proc/sys/kernel/random/uuid; python3 /root/spin.py";
-    seen.add_fresh(name, &copy.sh(FRESH).await?)?;
-    look_at_spinning(seen, name, copy, &SPINNING).await?;
-    ensure!(copy.sh("cat /dev/shm/told").await? == "told", "a function was not called once in {name}");
-    let records = recorded(copy).await?;
-    ensure!(records.len() == WINDOW * RECORD, "{} bytes of records", records.len());
-    for record in records.chunks_exact(RECORD) {
-        let (time, value) = record.split_at(8);
-        seen.add(name, u64::from_le_bytes(time.try_into()?), &value[8..])?;
+/// What one copy drew.
+struct Drawn {
+    fresh: String,
+    /// By each of [`SPINNING`].
+    lines: Vec<String>,
+    records: Vec<u8>,
+}
+
+impl Drawn {
+    async fn of(copy: &Sandbox) -> Result<Self> {
+        const FRESH: &str = "head -c 16 /dev/urandom | od -An -v -tx1 | tr -d ' '; \
+            cat /proc/sys/kernel/random/uuid; python3 /root/spin.py";
+        let fresh = copy.sh(FRESH).await?;
+        let mut lines = Vec::new();
+        for what in SPINNING {
+            lines.push(drawn_in_copy(copy, what).await?);
+        }
+        let told = copy.sh("cat /dev/shm/told").await?;
+        ensure!(told == "told", "a function was not called once, but: {told:?}");
+        Ok(Self { fresh, lines, records: recorded(copy).await? })
     }
-    Ok(())
+}
+
+impl Seen {
+    fn take(&mut self, name: &str, drawn: &Drawn) -> Result<()> {
+        self.add_fresh(name, &drawn.fresh)?;
+        for (what, lines) in SPINNING.iter().zip(&drawn.lines) {
+            self.add_lines_of_both(name, what, lines)?;
+        }
+        ensure!(drawn.records.len() == WINDOW * RECORD, "{} bytes of records", drawn.records.len());
+        for record in drawn.records.chunks_exact(RECORD) {
+            let (time, value) = record.split_at(8);
+            self.add(name, u64::from_le_bytes(time.try_into()?), &value[8..])?;
+        }
+        Ok(())
+    }
+
+    /// Lines from before the freeze, which are known, and after.
+    fn add_lines_of_both(&mut self, name: &str, what: &str, lines: &str) -> Result<()> {
+        let (new, known) = self.add_lines(name, lines)?;
+        ensure!(new > 5 && known > 0, "{name} drew {new} values of {what}, {known} of the original's");
+        Ok(())
+    }
 }
 
 pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
@@ -151,10 +177,11 @@ pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
         }
         let restored = (0..AT_ONCE / 2).map(|_| Sandbox::restore(client, &snapshot));
         copies.extend(try_join_all(restored).await?);
-        for (n, copy) in copies.iter().enumerate() {
-            look(&mut seen, &format!("copy {n} of round {round}"), copy).await?;
-            copy.kill().await?;
+        let drawn = stream::iter(&copies).map(Drawn::of).buffered(2).try_collect::<Vec<_>>().await?;
+        for (n, drawn) in drawn.iter().enumerate() {
+            seen.take(&format!("copy {n} of round {round}"), drawn)?;
         }
+        try_join_all(copies.iter().map(Sandbox::kill)).await?;
         client.delete_snapshot(snapshot.id).await?;
     }
     ensure!(seen.copies == AT_ONCE as usize * rounds, "{} copies", seen.copies);
@@ -171,7 +198,7 @@ pub async fn numpy_begins_anew_in_a_running_process(world: Arc<World>) -> Result
     let mut seen = Seen::default();
     seen.add_lines("the original", &drawn(&parent, "numpy").await?)?;
     for (n, copy) in parent.fork(3).await?.iter().enumerate() {
-        look_at_spinning(&mut seen, &format!("copy {n}"), copy, &["numpy"]).await?;
+        seen.add_lines_of_both(&format!("copy {n}"), "numpy", &drawn_in_copy(copy, "numpy").await?)?;
     }
     Ok(())
 }

@@ -35,9 +35,9 @@ async fn upload(sandbox: Sandbox, goes_on: Arc<AtomicBool>) -> Result<()> {
             Ok(piece(n))
         }
     });
-    let done = sandbox.client.write_file(sandbox.id, "/root/big", None, slow).await?;
+    let done = sandbox.client.write_file(sandbox.id, "/srv/big", None, slow).await?;
     ensure!(done.bytes == (PIECE * PIECES) as u64, "{} bytes were written", done.bytes);
-    let mut back = sandbox.client.read_file(sandbox.id, "/root/big").await?.chunks;
+    let mut back = sandbox.client.read_file(sandbox.id, "/srv/big").await?.chunks;
     let (mut at, mut expected) = (0, Bytes::new());
     while let Some(chunk) = back.next().await {
         for byte in chunk? {
@@ -103,7 +103,7 @@ async fn run_small(
 pub async fn traffic_is_the_originals(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let parent = Sandbox::create(client).await?;
-    parent.sh("echo mine >/run/keiki/own; echo old >/root/big").await?;
+    parent.sh("echo mine >/run/keiki/own; echo old >/srv/big").await?;
     let request = ExecRequest {
         cmd: Some("while :; do sleep 0.1; done".into()),
         env: [("KEIKI_TEST_TOKEN".to_owned(), "hush".to_owned())].into(),
@@ -152,9 +152,9 @@ async fn no_ghosts(copy: &Sandbox) -> Result<()> {
         "generation"
     );
     // An upload without its caller is none: the old file stays.
-    let gone = "for i in $(seq 50); do ls /root/.keiki-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls -la /root; exit 1";
+    let gone = "for i in $(seq 50); do ls /srv/.keiki-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls -la /srv; exit 1";
     copy.sh(gone).await?;
-    ensure!(copy.sh("cat /root/big").await? == "old", "half an upload was put in place");
+    ensure!(copy.sh("cat /srv/big").await? == "old", "half an upload was put in place");
     ensure!(copy.sh("env | grep KEIKI_TEST || true").await?.is_empty(), "a variable of another command's");
     // Small commands end; nobody reads the long ones, nor can they hold this one back.
     for exec in copy.client.execs(copy.id).await? {

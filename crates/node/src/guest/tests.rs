@@ -36,7 +36,7 @@ enum Agent {
     HeadersOnly,
     /// Announces 4 GiB, and sends on and on.
     Huge,
-    /// Says it is generation 6.
+    /// Says it is generation 6; of itself it says nothing.
     WrongGeneration,
     /// Refuses with much to say.
     Talks,
@@ -44,7 +44,7 @@ enum Agent {
 
 type Piece = Result<Frame<Bytes>, Infallible>;
 
-fn answer(agent: Agent) -> hyper::Response<Body> {
+fn answer(agent: Agent, is_info: bool) -> hyper::Response<Body> {
     let head = hyper::Response::builder().header("content-type", "application/grpc");
     let piece = |bytes: &'static [u8]| Piece::Ok(Frame::data(Bytes::from_static(bytes)));
     let body = |pieces: BoxStream<'static, Piece>| Body::new(StreamBody::new(pieces));
@@ -57,7 +57,8 @@ fn answer(agent: Agent) -> hyper::Response<Body> {
         Agent::WrongGeneration => {
             let end = [(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))];
             // Field 1 is 6.
-            let pieces = [piece(b"\0\0\0\0\x02\x08\x06"), Ok(Frame::trailers(end.into_iter().collect()))];
+            let message: &[u8] = if is_info { b"\0\0\0\0\0" } else { b"\0\0\0\0\x02\x08\x06" };
+            let pieces = [piece(message), Ok(Frame::trailers(end.into_iter().collect()))];
             (head, body(futures::stream::iter(pieces).boxed()))
         }
         Agent::Talks => {
@@ -83,12 +84,13 @@ async fn serve(mut stream: UnixStream, agent: Agent) {
     }
     let (read, write) = stream.into_split();
     let io = TokioIo::new(tokio::io::join(std::io::Cursor::new(ahead).chain(read), write));
-    let service = hyper::service::service_fn(move |_| async move {
-        if matches!(agent, Agent::Stalls) {
-            futures::future::pending::<()>().await;
-        }
-        Ok::<_, Infallible>(answer(agent))
-    });
+    let service =
+        hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| async move {
+            if matches!(agent, Agent::Stalls) {
+                futures::future::pending::<()>().await;
+            }
+            Ok::<_, Infallible>(answer(agent, request.uri().path().ends_with("/Info")))
+        });
     let _ =
         hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(io, service).await;
 }
