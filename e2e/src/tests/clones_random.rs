@@ -40,7 +40,9 @@ impl Seen {
                 Ok(true)
             }
             Some((first, _)) if *first == time => Ok(false),
-            Some((first, other)) => bail!("{other} drew {value:02x?} at {first}, {copy} drew it at {time}"),
+            Some((first, other)) => {
+                bail!("{other} drew {} at {first}, {copy} drew it at {time}", value.escape_ascii())
+            }
         }
     }
 
