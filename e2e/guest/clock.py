@@ -68,8 +68,9 @@ if os.fork() == 0:
     # A process with one thread: with more, the signal may go to one that Python's handler does not wait in.
     signal.signal(signal.SIGALRM, lambda *_: fired("alarm"))
     signal.alarm(ARMED)
-    signal.pause()
-    os._exit(0)
+    while True:
+        # SIGURG ends a pause too.
+        signal.pause()
 waits = [
     ("timerfd", timerfd(time.CLOCK_MONOTONIC, ARMED, 0)),
     # A moment of the wall clock: due at once, where that has passed it.
