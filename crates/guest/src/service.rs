@@ -2,7 +2,7 @@
 
 use crate::{
     archive, cgroup, dial,
-    exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
+    exec::{ExecError, Execs, Launched, Reader, Spooled, end_user_work, event},
     files::{self, FileError, Upload},
     individual::{Identity, IndividualError, announce, secrets},
     log, ports,
@@ -66,6 +66,20 @@ impl Agent {
     /// Which individual this machine is.
     pub fn generation(&self) -> u64 {
         self.identity.generation()
+    }
+
+    /// Takes all of a command's input at once.
+    async fn spool(&self, first: InputChunk, mut chunks: Streaming<InputChunk>) -> Answer<InputReply> {
+        let mut spooled = Spooled::default();
+        let (id, mut eof, mut next) = (first.id.clone(), false, Some(first));
+        while let Some(chunk) = next {
+            spooled.push(&chunk.data).map_err(exec_status)?;
+            eof |= chunk.eof;
+            next = chunks.message().await?;
+        }
+        let accepted = spooled.len() as u64;
+        self.execs.spool(&id, spooled, eof).await.map_err(exec_status)?;
+        Ok(Response::new(InputReply { accepted }))
     }
 
     async fn thaw(&self) -> Result<(), Status> {
@@ -197,6 +211,9 @@ impl Guest for Agent {
         let mut chunks = request.into_inner();
         let (mut id, mut accepted) = (String::new(), 0u64);
         while let Some(chunk) = chunks.message().await? {
+            if chunk.spool {
+                return self.spool(chunk, chunks).await;
+            }
             if id.is_empty() {
                 id = chunk.id;
             }
@@ -447,7 +464,7 @@ fn exec_status(error: ExecError) -> Status {
         ExecError::Invalid(_) => Code::InvalidArgument,
         ExecError::Unknown(_) => Code::NotFound,
         ExecError::Exists(_) => Code::AlreadyExists,
-        ExecError::TooMany => Code::ResourceExhausted,
+        ExecError::TooMany | ExecError::InputFull => Code::ResourceExhausted,
         ExecError::Ended | ExecError::Taken | ExecError::Without(_) => Code::FailedPrecondition,
         ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
         ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,

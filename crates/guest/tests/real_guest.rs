@@ -261,9 +261,14 @@ async fn input_and_terminal(client: &Client) {
     let big: Bytes = (0..1_000_000u32).map(|n| n as u8).collect::<Vec<_>>().into();
     let mut chunks: Vec<InputChunk> = big
         .chunks(50_000)
-        .map(|data| InputChunk { id: name.clone(), data: Bytes::copy_from_slice(data), eof: false })
+        .map(|data| InputChunk {
+            id: name.clone(),
+            data: Bytes::copy_from_slice(data),
+            eof: false,
+            spool: false,
+        })
         .collect();
-    chunks.push(InputChunk { id: name, data: Bytes::new(), eof: true });
+    chunks.push(InputChunk { id: name, data: Bytes::new(), eof: true, spool: false });
     let mut writer = client.clone();
     let (done, reply) = tokio::join!(collect(stream), writer.input(tokio_stream::iter(chunks)));
     assert_eq!(reply.unwrap().into_inner().accepted, 1_000_000);
@@ -284,7 +289,7 @@ async fn input_and_terminal(client: &Client) {
         .resize(ResizeRequest { id: name.clone(), pty: Some(Pty { cols: 120, rows: 40 }) })
         .await
         .unwrap();
-    let typed = InputChunk { id: name, data: "hi\n".into(), eof: false };
+    let typed = InputChunk { id: name, data: "hi\n".into(), eof: false, spool: false };
     client.clone().input(tokio_stream::iter([typed])).await.unwrap();
     let done = collect(stream).await;
     let text = done.out().replace('\r', "");
@@ -296,7 +301,7 @@ async fn input_and_terminal(client: &Client) {
     tokio::time::sleep(Duration::from_millis(300)).await;
     client
         .clone()
-        .input(tokio_stream::iter([InputChunk { id: name, data: vec![3].into(), eof: false }]))
+        .input(tokio_stream::iter([InputChunk { id: name, data: vec![3].into(), eof: false, spool: false }]))
         .await
         .unwrap();
     assert_eq!(collect(stream).await.exit.code, 130, "Ctrl-C");
