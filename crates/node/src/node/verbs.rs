@@ -13,7 +13,7 @@ use crate::{
     lifecycle::{Decision, Verb},
     once::Once,
     records::{SandboxRecord, SnapshotRecord},
-    sandbox::{Begin, Live, Sandbox, Use},
+    sandbox::{Live, Sandbox, Use},
 };
 use keiki_engine::{Frozen, SharingScope};
 use keiki_sys::failpoint::arm;
@@ -341,6 +341,7 @@ impl Inner {
     }
 
     pub(super) async fn promote(&self, id: SandboxId, promote: Promote) -> Result<Promoted> {
+        let _armed = arm("promote");
         let winner = self.sandbox(id)?.record();
         let tree_id = promote.tree_id.or_else(|| winner.metadata.get("fork_tree_id").cloned());
         let tree_id = tree_id.ok_or_else(|| {
@@ -402,16 +403,10 @@ impl Inner {
 
     /// Begins a use of a sandbox, waking it if need be.
     pub(crate) async fn begin(self: &Arc<Self>, id: SandboxId) -> Result<Use> {
-        let sandbox = self.sandbox(id)?;
-        loop {
-            match sandbox.begin()? {
-                Begin::Go(using) => return Ok(using),
-                Begin::Wait => drop(sandbox.verb.lock().await),
-                Begin::WakeFirst => {
-                    let waking = Arc::clone(self);
-                    self.to_the_end(async move { waking.wake(id).await }).await?;
-                }
-            }
-        }
+        let wake = || {
+            let waking = Arc::clone(self);
+            async move { self.to_the_end(async move { waking.wake(id).await }).await.map(drop) }
+        };
+        self.sandbox(id)?.begin(wake).await
     }
 }
