@@ -244,9 +244,15 @@ impl Node {
 
     /// Does a monitor run for this sandbox?
     pub fn has_monitor(&self, id: keiki_types::SandboxId) -> Result<bool> {
+        Ok(!self.monitors_of(id)?.is_empty())
+    }
+
+    /// The monitors that run for this sandbox.
+    pub fn monitors_of(&self, id: keiki_types::SandboxId) -> Result<Vec<u32>> {
         let mark = id.to_string().replace('-', "");
-        let pids = self.traces()?.monitors;
-        Ok(pids.iter().any(|pid| holds(*pid, &mark)))
+        let mut pids = self.traces()?.monitors;
+        pids.retain(|pid| holds(*pid, &mark));
+        Ok(pids)
     }
 
     /// Host ends of this node's slots, by their addresses.

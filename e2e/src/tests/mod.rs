@@ -16,6 +16,7 @@ mod network;
 mod observe;
 mod ports;
 mod previews;
+mod programs;
 mod races;
 mod sessions;
 mod state;
@@ -55,6 +56,10 @@ pub fn all() -> Vec<(&'static str, Test)> {
         trees::cp_copies_trees_both_ways,
         trees::changes_are_told,
         trees::files_that_wait_are_read_to_where_they_are,
+        programs::verbs_of_every_day,
+        programs::a_forward_keeps_half_closes,
+        programs::a_shell_on_a_terminal,
+        programs::a_killed_template_build_is_gone_on_with,
         sessions::a_background_command_is_found_again,
         sessions::input_and_signals_reach_it,
         sessions::it_goes_on_in_a_fork_and_after_a_hibernation,
@@ -83,6 +88,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         memory::a_guest_that_frees_memory_shrinks,
         lifecycle::paused_and_resumed,
         lifecycle::hibernated_and_woken_by_use,
+        lifecycle::every_way_to_its_files_wakes_it,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
         bench::a_quick_run_measures_and_leaves_nothing,
