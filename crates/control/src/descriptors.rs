@@ -22,7 +22,7 @@ pub enum Role {
     State,
     /// `/proc/PID/pagemap` of the zygote itself, which it may not open.
     Pagemap,
-    /// One end of a socket pair: the control connection of a new zygote.
+    /// One end of a socket pair: the control connection of a new zygote, or the one on which a copy answers.
     Control,
     /// Listening socket: control connections of a new machine.
     Listener,
@@ -36,6 +36,8 @@ pub enum Role {
     Agent,
     /// Console log, read and written.
     Console,
+    /// A pipe: what a copy says on its standard error.
+    Stderr,
 }
 
 impl fmt::Display for Role {
@@ -54,6 +56,7 @@ impl fmt::Display for Role {
             Self::Tap => "the tap",
             Self::Agent => "the agent listener",
             Self::Console => "the console log",
+            Self::Stderr => "standard error",
         })
     }
 }

@@ -18,9 +18,10 @@ pub enum Request {
     Resume,
     /// Machine: fork a zygote off and go on, on a new top layer. A paused machine stays paused.
     Freeze(Freeze),
-    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes.
+    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes, which the copy sends. With a connection
+    /// for the copy, it answers there, and the zygote answers [`Reply::Done`] as soon as it has forked.
     Thaw(Thaw),
-    /// Zygote: write memory and state.
+    /// Zygote: write memory and state. A copy does that, and answers as one that is thawed does.
     Persist,
     /// Machine: read these lower layers, bottom first, instead of those below the top. Same contents.
     Layers,
@@ -233,8 +234,11 @@ impl Request {
         const fn one(role: Role) -> Want {
             Want { role, least: 1, most: 1 }
         }
+        const fn maybe(role: Role) -> Want {
+            Want { role, least: 0, most: 1 }
+        }
         const LAYERS: Want = Want { role: Role::Layer, least: 1, most: MAX_LAYERS };
-        const TAP: Want = Want { role: Role::Tap, least: 0, most: 1 };
+        const TAP: Want = maybe(Role::Tap);
         match self {
             Self::Boot(_) => vec![
                 one(Role::Kvm),
@@ -248,11 +252,20 @@ impl Request {
                 one(Role::Console),
             ],
             Self::Load(_) => vec![one(Role::Kvm), one(Role::Memory), one(Role::State)],
-            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top)],
-            Self::Thaw(_) => {
-                vec![one(Role::Listener), LAYERS, one(Role::Top), TAP, one(Role::Agent), one(Role::Console)]
+            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top), maybe(Role::Stderr)],
+            Self::Thaw(_) => vec![
+                one(Role::Listener),
+                LAYERS,
+                one(Role::Top),
+                TAP,
+                one(Role::Agent),
+                one(Role::Console),
+                maybe(Role::Control),
+                maybe(Role::Stderr),
+            ],
+            Self::Persist => {
+                vec![one(Role::Memory), one(Role::State), one(Role::Pagemap), maybe(Role::Control)]
             }
-            Self::Persist => vec![one(Role::Memory), one(Role::State), one(Role::Pagemap)],
             Self::Layers => vec![LAYERS],
             Self::Hello | Self::Pause | Self::Resume | Self::Stats | Self::Stop => vec![],
         }

@@ -344,6 +344,7 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     child.resume().await?;
     beyond(child.as_ref(), count + 1).await?;
     assert!(engine.adopt(&three).await?.is_none());
+    assert!(!lab.processes()?.contains(&lost_pid), "it is on its way out while its files go");
     assert_eq!(fs::read_dir(&three.dir)?.count(), 1);
     let image = engine.image(&lab.fresh("f")?, SHAPE).await?;
     let (frozen, report) = machine.freeze(image).await?;
@@ -355,7 +356,142 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     for machine in [machine, child, again] {
         machine.stop().await?;
     }
-    assert!(!lab.processes()?.contains(&lost_pid));
+    lab.all_gone().await
+}
+
+/// The machine was told to read fewer layers, and the node did not live to record it: what the record names is there
+/// still, and the machine is told to read that.
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    let resources = machine.resources().clone();
+    let path = resources.dir.join("machine.json");
+    let record = || -> Result<serde_json::Value> { Ok(serde_json::from_slice(&fs::read(&path)?)?) };
+    let layers = |record: &serde_json::Value| record["layers"].as_array().map_or(0, Vec::len);
+    while layers(&record()?) < 8 {
+        drop(lab.freeze(machine.as_ref()).await?);
+    }
+    // This one is too many: they are made one behind our back.
+    let aside = lab.fresh("aside")?;
+    for layer in fs::read_dir(resources.dir.join("layers"))? {
+        let layer = layer?;
+        fs::hard_link(layer.path(), aside.join(layer.file_name()))?;
+    }
+    drop(lab.freeze(machine.as_ref()).await?);
+    let begun = Instant::now();
+    let mut long = record()?;
+    while layers(&record()?) > 3 {
+        ensure!(begun.elapsed() < PATIENCE, "{} layers", layers(&record()?));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop(machine);
+    for name in long["layers"].as_array().context("no layers")? {
+        let name = name["name"].as_str().context("no name")?;
+        let link = resources.dir.join("layers").join(name);
+        if !link.exists() {
+            fs::hard_link(aside.join(name), link)?;
+        }
+    }
+    long["unsure"] = true.into();
+    fs::write(&path, long.to_string())?;
+
+    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let before = record()?;
+    assert_eq!((layers(&before), &before["unsure"]), (9, &false.into()));
+    drop(lab.freeze(machine.as_ref()).await?);
+    let after = record()?;
+    drop(machine);
+    // And now the number of layers tells again how a freeze has ended.
+    let mut cut = before.clone();
+    cut["next_top"] = after["top"].clone();
+    fs::write(&path, cut.to_string())?;
+    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    assert_eq!(record()?, after, "it had switched");
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 1).await?;
+    machine.stop().await?;
+    lab.all_gone().await
+}
+
+/// A process of the monitor's user, as one that a guest has taken over could fork.
+struct Stranger(Process);
+
+impl Stranger {
+    fn new(user: u32) -> Result<Self> {
+        let mut command = std::process::Command::new("setpriv");
+        let ids = [format!("--reuid={user}"), format!("--regid={user}"), "--clear-groups".into()];
+        command.args(ids).args(["sleep", "7777"]);
+        let (process, _) = Process::spawn(&mut command, Default::default())?;
+        let stranger = Self(process);
+        let begun = Instant::now();
+        while !keiki_sys::process::of_user(user)?.iter().any(|process| process.pid() == stranger.0.pid()) {
+            ensure!(begun.elapsed() < PATIENCE, "it does not run");
+        }
+        Ok(stranger)
+    }
+
+    async fn ends(&self) -> Result<()> {
+        let begun = Instant::now();
+        while self.0.is_alive() {
+            ensure!(begun.elapsed() < PATIENCE, "what nobody asked for outlives the machine");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.try_reap();
+    }
+}
+
+#[test]
+fn what_a_monitor_forks_unasked_goes_with_it() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root jails");
+        return Ok(());
+    }
+    // The first node's end is that of its runtime: nobody watches its machines any more.
+    let (user, left) = tokio::runtime::Runtime::new()?.block_on(unasked_in_a_first_node(&lab))?;
+    tokio::runtime::Runtime::new()?.block_on(unasked_in_a_later_node(&lab, user, left))
+}
+
+async fn unasked_in_a_first_node(lab: &Lab) -> Result<(u32, [Resources; 2])> {
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 1).await?;
+    let user = status(pid(parent.as_ref())?, "Uid:")?.split(' ').next().context("no user")?.parse()?;
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    let (child, other) = (lab.thaw(frozen.as_ref()).await?, lab.thaw(frozen.as_ref()).await?);
+    let stranger = Stranger::new(user)?;
+    parent.stop().await?;
+    stranger.ends().await?;
+    // Relatives are no strangers.
+    let machine = lab.thaw(frozen.as_ref()).await?;
+    for machine in [&child, &other, &machine] {
+        let count = last(machine.as_ref()).await;
+        beyond(machine.as_ref(), count + 1).await?;
+    }
+    machine.stop().await?;
+    Ok((user, [&child, &other].map(|machine| machine.resources().clone())))
+}
+
+/// It does not know at once who is whose.
+async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [Resources; 2]) -> Result<()> {
+    let engine = lab.another()?;
+    let stranger = Stranger::new(user)?;
+    engine.adopt(&one).await?.context("not found")?.stop().await?;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(stranger.0.is_alive(), "ended before all were found");
+    let two = engine.adopt(&two).await?.context("a relative that was not found yet was ended")?;
+    engine.all_adopted();
+    stranger.ends().await?;
+    let count = last(two.as_ref()).await;
+    beyond(two.as_ref(), count + 1).await?;
+    two.stop().await?;
     lab.all_gone().await
 }
 
@@ -495,11 +631,20 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     assert_ne!(user(machine.as_ref())?, user(other.as_ref())?);
     let id: u32 = user(child.as_ref())?.split(' ').next().context("no user")?.parse()?;
     assert!((FIRST_USER..FIRST_USER + USERS).contains(&id));
+    let mut complaints = BTreeSet::new();
     for machine in [&machine, &child] {
         let pid = pid(machine.as_ref())?;
         for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
             assert_eq!(status(pid, set)?, "0000000000000000", "{set}");
         }
+        let stderr = fs::read_link(format!("/proc/{pid}/fd/2"))?;
+        let ours = fs::read_dir("/proc/self/fd")?.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+        assert_eq!(
+            ours.filter(|fd| *fd == stderr).count(),
+            1,
+            "nobody hears what it complains of: {stderr:?}"
+        );
+        complaints.insert(stderr);
         assert_eq!((status(pid, "NoNewPrivs:")?, status(pid, "Seccomp:")?), ("1".into(), "2".into()));
         let dir = machine.resources().dir.clone();
         for layer in fs::read_dir(dir.join("layers"))? {
@@ -508,6 +653,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         }
         UnixStream::connect(machine.agent_socket())?;
     }
+    assert_eq!(complaints.len(), 2, "one would be taken for the other's");
     // Of its base files it can write none: the layer that both have is not the inode that the parent wrote.
     let writable = writable(pid(machine.as_ref())?)?;
     for entry in fs::read_dir(frozen.image().dir.join("layers"))? {

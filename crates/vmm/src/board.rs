@@ -60,6 +60,8 @@ pub struct Resources {
     pub console: OwnedFd,
     /// Control connections.
     pub listener: OwnedFd,
+    /// Standard error, where it is to be another than before.
+    pub stderr: Option<OwnedFd>,
 }
 
 impl Resources {
@@ -75,6 +77,7 @@ impl Resources {
             agent: descriptors.take(Role::Agent)?,
             console: descriptors.take(Role::Console)?,
             listener: descriptors.take(Role::Listener)?,
+            stderr: descriptors.take_if_any(Role::Stderr),
         })
     }
 
@@ -82,7 +85,7 @@ impl Resources {
     #[must_use]
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let mut all: Vec<_> = self.layers.iter().map(AsFd::as_fd).collect();
-        all.extend(self.tap.as_ref().map(AsFd::as_fd));
+        all.extend([&self.tap, &self.stderr].into_iter().flatten().map(AsFd::as_fd));
         all.extend([&self.top, &self.agent, &self.console, &self.listener].map(AsFd::as_fd));
         all
     }

@@ -9,7 +9,7 @@ use crate::{
     board::{Board, Resources, WINDOWS},
     boot,
     frozen::{Config, Frozen},
-    process::{EXIT_END, EXIT_THAW, Life, exit_with, failed},
+    process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
     zygote::Zygote,
 };
 use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
@@ -340,6 +340,7 @@ impl Machine {
     fn freeze(&mut self, descriptors: &mut Descriptors) -> Result<Frost> {
         let control = descriptors.take(Role::Control)?;
         let top = File::from(descriptors.take(Role::Top)?);
+        let stderr = descriptors.take_if_any(Role::Stderr);
         let mut clock = Clock::start();
         let was_paused = self.paused;
         // Ahead of the pause: what the guest wrote and did not flush.
@@ -349,7 +350,7 @@ impl Machine {
         let parked = Instant::now();
         self.pause()?;
         clock.step("park");
-        let done = self.copy(control, top, &mut clock);
+        let done = self.copy(control, stderr.as_ref(), top, &mut clock);
         if matches!(done, Ok(Frost::Zygote(_))) {
             return done;
         }
@@ -369,7 +370,17 @@ impl Machine {
     }
 
     /// Between park and resume.
-    fn copy(&mut self, control: OwnedFd, top: Top, clock: &mut Clock) -> Result<Frost> {
+    fn copy(
+        &mut self,
+        control: OwnedFd,
+        stderr: Option<&OwnedFd>,
+        top: Top,
+        clock: &mut Clock,
+    ) -> Result<Frost> {
+        // Since the event loop looked last. A copy would have vCPUs that never run again, and nobody to say so.
+        if self.board.ending().is_some() || self.cpus.ended().is_some() {
+            return Err(Error::Invalid("its guest has just ended".into()));
+        }
         let frozen = Frozen {
             config: self.config.clone(),
             cpu: self.cpu.clone(),
@@ -378,13 +389,16 @@ impl Machine {
             devices: self.board.save()?,
         };
         clock.step("save");
-        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
+        let keep = [control.as_fd(), self.kvm.as_fd()].into_iter().chain(stderr.map(AsFd::as_fd));
+        match fork(&keep.collect::<Vec<_>>()).map_err(Error::host("forking"))? {
             Side::Child => {
                 // Its descriptors are the parent's, closed here already.
                 std::mem::forget(top);
                 let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
                 // An error must not be answered here: this process is not the machine.
-                match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
+                let zygote = complain_on(stderr)
+                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.generation + 1));
+                match zygote {
                     Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
                     Err(_) => exit_with(EXIT_THAW),
                 }

@@ -176,6 +176,10 @@ impl Engine for Kvm {
         Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }
 
+    fn all_adopted(&self) {
+        self.host.lineages.all_found();
+    }
+
     async fn close(&self) {
         self.host.residents.close().await;
     }
