@@ -54,17 +54,6 @@ stage_guests() {
         cargo test --locked -p keiki-guest --test real_guest -- --ignored --test-threads 1
 }
 
-# Mounts an XFS image on a directory until the shell ends.
-with_reflinks() {
-    local image=$1.xfs
-    rm -f "$image"
-    truncate -s 8G "$image"
-    mkfs.xfs -q -m reflink=1 "$image"
-    mount -o loop "$image" "$1"
-    # shellcheck disable=SC2064
-    trap "umount '$1' && rm -f '$image'" EXIT
-}
-
 # One node, one test after the other: more at once than CPUs would measure only the scheduler.
 stage_e2e() {
     ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
@@ -72,7 +61,7 @@ stage_e2e() {
 }
 
 # Our own monitor with real Linux guests: a few tests here, all of them with `make test-lab`.
-stage_lab() { KEIKI_LAB_LIMIT=${KEIKI_LAB_LIMIT:-600} scripts/lab.sh e2e ${KEIKI_LAB_FILTER:-state::memory lifecycle::paused lineage::a_fork_of_a_fork}; }
+stage_lab() { KEIKI_LAB_LIMIT=${KEIKI_LAB_LIMIT:-360} scripts/lab.sh e2e ${KEIKI_LAB_FILTER:-state::memory lifecycle::paused lineage::a_fork_of_a_fork}; }
 stage_lab-all() { scripts/lab.sh all; }
 
 # The committed document against a live node: 75 seconds of it, or ten minutes.

@@ -12,6 +12,7 @@
 //! | `KEIKI_E2E_RANGE` | second byte of the first node's slots, so that runs beside each other do not collide | 213 |
 //! | `KEIKI_ENGINE` | which engine the nodes run | `qemu` |
 //! | `KEIKI_E2E_PATIENCE` | limits of time are multiplied by this | 1 |
+//! | `KEIKI_E2E_CLOCK` | also set this machine's clock, by a week and back | unset |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
 
 mod names;

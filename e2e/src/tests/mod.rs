@@ -20,6 +20,7 @@ mod races;
 mod sessions;
 mod state;
 pub mod templates;
+mod times;
 mod trees;
 
 use crate::Test;
@@ -69,6 +70,8 @@ pub fn all() -> Vec<(&'static str, Test)> {
         state::unsynced_writes_are_of_the_same_instant,
         state::divergence_never_leaks,
         state::a_copy_is_a_new_individual,
+        times::a_copy_of_a_busy_one_is_whole,
+        times::a_week_later_the_clock_is_right,
         clones::identity_is_new_in_copies_and_kept_by_a_wake,
         clones::no_two_copies_draw_the_same,
         clones::hooks_run_in_each_copy_and_can_refuse_it,
