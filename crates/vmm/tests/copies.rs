@@ -2,9 +2,15 @@
 
 mod monitor;
 
-use keiki_control::{Client, ControlError, Reply, Request, Role, Shape};
-use monitor::{COUNT, Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
-use std::{fs::File, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
+use keiki_control::{Client, ControlError, Freeze, Reply, Request, Role, Shape};
+use keiki_sys::process::Process;
+use monitor::{Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    os::unix::fs::FileExt,
+    time::{Duration, Instant},
+};
 
 const MIB: u64 = 512;
 /// Behind the guest's code and count.
@@ -92,42 +98,50 @@ fn machines_are_made_at_once_each_with_its_own_connection() {
     assert_eq!(pids.len(), 4);
 }
 
-/// Counts to [`LAST`] and switches the machine off.
+/// Where the guest is told to end.
+const FLAG: u64 = 0x3000;
+/// Waits until it is told to, and switches the machine off.
 #[rustfmt::skip]
-const COUNT_AND_END: &[u8] = &[
-    0xff, 0x05, 0x00, 0x20, 0x00, 0x00,                         // inc dword [COUNT]
-    0x81, 0x3d, 0x00, 0x20, 0x00, 0x00, 0x60, 0xea, 0x00, 0x00, // cmp dword [COUNT], LAST
-    0x72, 0xee,                                                 // jb the beginning
-    0x66, 0xba, 0x00, 0x06,                                     // mov dx, 0x600
-    0xb0, 0x34,                                                 // mov al, sleep now, type 5
-    0xee,                                                       // out dx, al
-    0xeb, 0xfe,                                                 // jmp here
+const END_WHEN_TOLD: &[u8] = &[
+    0x83, 0x3d, 0x00, 0x30, 0x00, 0x00, 0x00, // cmp dword [FLAG], 0
+    0x74, 0xf7,                               // je the beginning
+    0x66, 0xba, 0x00, 0x06,                   // mov dx, 0x600
+    0xb0, 0x34,                               // mov al, sleep now, type 5
+    0xee,                                     // out dx, al
+    0xeb, 0xfe,                               // jmp here
 ];
-const LAST: u32 = 60_000;
 
 /// A guest that ends while its machine is being frozen: a copy of it ends too, or there is none.
 #[test]
 fn no_copy_is_of_a_machine_that_has_ended() {
     let Some(place) = place() else { return };
     let (mut frozen, mut refused) = (0, 0);
-    for round in 0..20 {
-        let mut machine = place.boot(COUNT_AND_END);
+    for round in 0..40 {
+        let mut machine = place.boot(END_WHEN_TOLD);
         machine.remember_ram(16);
-        // The freeze flushes the disk before it stops the vCPUs. This makes that long.
-        let disk = File::options().write(true).open(machine.files.as_ref().unwrap().layers.last().unwrap());
-        disk.unwrap().write_all_at(&vec![1; 32 << 20], 1 << 30).unwrap();
         let top = place.path("top");
         std::fs::copy(place.dir.path().join("empty.qcow2"), &top).unwrap();
-        // What it does in a few milliseconds: somewhere in there is the freeze.
-        let before = LAST - 250 * round;
-        let (mem, at) = (machine.mem(), machine.ram.unwrap() + COUNT);
-        let mut count = [0; 4];
-        // Until it is there, or was there and is gone.
-        while mem.read_exact_at(&mut count, at).is_ok() && u32::from_le_bytes(count) < before {}
-        match place.try_freeze(&mut machine, &top) {
-            Ok((mut zygote, _)) => {
+        let (client, theirs) = Client::pair().unwrap();
+        let fds = [(Role::Control, theirs), (Role::Top, read_write(&top))];
+        let mem = machine.mem();
+        machine.client.ask(&Request::Freeze(Freeze {}), &borrow(&fds)).unwrap();
+        drop(fds);
+        // Somewhere in between it is asked, parks its vCPU, and is copied.
+        let asked = Instant::now();
+        while asked.elapsed() < Duration::from_micros(10 * round) {}
+        let at = machine.ram.unwrap() + FLAG;
+        mem.write_all_at(&[1], at).unwrap();
+        match machine.client.answer(PATIENCE).map(|answer| answer.reply) {
+            Ok(Reply::Frozen(made)) => {
                 frozen += 1;
+                let process = Process::open(made.pid).unwrap().unwrap();
+                let mut files = machine.files.clone();
+                files.as_mut().unwrap().layers.push(top);
+                let mut zygote = Monitor { process, client, files, ram: machine.ram };
                 let copy = place.thaw(&mut zygote);
+                // One that is of before has not been told; others may be gone.
+                let mem = File::options().write(true).open(format!("/proc/{}/mem", copy.pid()));
+                let _ = mem.and_then(|mem| mem.write_all_at(&[1], at));
                 until("the copy ends as its original did", || copy.process.try_reap().is_some());
             }
             Err(ControlError::Failed { sentence, .. }) => {
@@ -136,7 +150,7 @@ fn no_copy_is_of_a_machine_that_has_ended() {
             }
             // It had ended before it was asked.
             Err(ControlError::Closed) => {}
-            Err(other) => panic!("{other}"),
+            other => panic!("{other:?}"),
         }
         machine.wait();
     }

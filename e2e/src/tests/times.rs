@@ -27,12 +27,12 @@ def write(who):
     n = 0
     while True:
         n += 1
-        path = f"/root/work/{who}-{n % 4}"
+        path = f"/root/done/{who}-{n % 4}"
         with open(path, "wb") as out:
             out.write(b"%032d" % n * 16384)
             os.fsync(out.fileno())
         durable[path] = n
-os.makedirs("/root/work", exist_ok=True)
+os.makedirs("/root/done", exist_ok=True)
 for job in [(ask, ()), (write, (0,)), (write, (1,))]: threading.Thread(target=job[0], args=job[1], daemon=True).start()
 while True:
     with open("/dev/shm/next", "w") as out: json.dump([answers, dict(durable)], out)
