@@ -44,6 +44,7 @@ out() {
 }
 
 run_e2e() {
+    local name
     out e2e
     cargo build --locked -q -p keiki-e2e
     if native; then
@@ -51,6 +52,10 @@ run_e2e() {
             "$TARGET/debug/keiki-e2e" "$@"
         return
     fi
+    # What tests build in there, which has no network.
+    for name in own code-interpreter; do
+        cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" "$name" e2e/templates
+    done
     # shellcheck disable=SC2016 # for the shell in there
     in_lab --cache --put "$TARGET/debug/keiki-e2e" --env KEIKI_ENGINE=kvm --env KEIKI_E2E_BIN=/lab/in/bin \
         --env KEIKI_E2E_CACHE=/lab/cache --env KEIKI_E2E_DIR=/store/e2e --env KEIKI_E2E_KEEP_LOGS=1 --env KEIKI_E2E_PATIENCE=6 \

@@ -37,8 +37,12 @@ const LONG_TEST_LIMIT: u64 = 3600;
 
 /// So many seconds, more where the machine is known to be slow: what takes them must not take for ever.
 pub fn within(seconds: u64) -> Duration {
-    let factor = std::env::var("KEIKI_E2E_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
-    Duration::from_secs(seconds * factor)
+    Duration::from_secs(seconds) * patience()
+}
+
+/// By what limits of time are multiplied.
+pub fn patience() -> u32 {
+    std::env::var("KEIKI_E2E_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
 /// What every test gets.

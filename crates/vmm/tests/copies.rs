@@ -116,7 +116,7 @@ const END_WHEN_TOLD: &[u8] = &[
 fn no_copy_is_of_a_machine_that_has_ended() {
     let Some(place) = place() else { return };
     let (mut frozen, mut refused) = (0, 0);
-    for round in 0..40 {
+    for round in 0..120 {
         let mut machine = place.boot(END_WHEN_TOLD);
         machine.remember_ram(16);
         let top = place.path("top");
@@ -128,7 +128,7 @@ fn no_copy_is_of_a_machine_that_has_ended() {
         drop(fds);
         // Somewhere in between it is asked, parks its vCPU, and is copied.
         let asked = Instant::now();
-        while asked.elapsed() < Duration::from_micros(10 * round) {}
+        while asked.elapsed() < Duration::from_micros(10 * (round % 40)) {}
         let at = machine.ram.unwrap() + FLAG;
         mem.write_all_at(&[1], at).unwrap();
         match machine.client.answer(PATIENCE).map(|answer| answer.reply) {

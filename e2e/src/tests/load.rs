@@ -11,7 +11,7 @@
 //!    is promised, and afterwards nothing may be left.
 
 use super::observe::{metric, metrics};
-use crate::{World, node::Node, sandbox::Sandbox};
+use crate::{World, node::Node, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::{StreamExt, future::try_join_all, stream};
@@ -55,7 +55,10 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
     println!("        ls, 99 of 100: {alone:.1?} alone, {beside:.1?} beside {} slow requests", CLIENTS - 1);
     slow.shutdown().await;
     // On a machine that others use, too, what it takes alone is the measure.
-    ensure!(beside <= P99.max(alone * 2), "ls takes {beside:?} beside slow commands, {alone:?} alone");
+    ensure!(
+        beside <= P99.max(alone * 2) * patience(),
+        "ls takes {beside:?} beside slow commands, {alone:?} alone"
+    );
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Templates: the code interpreter that comes with the product, one of the user's own, and the examples on them.
 
-use crate::{World, node::Places, sandbox::Sandbox};
+use crate::{World, node::Places, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
 use keiki_client::Client;
 use keiki_types::api::{BuildTemplate, CreateSandbox, ExecRequest};
@@ -10,21 +10,7 @@ use std::{sync::Arc, time::Duration};
 const MOST_BYTES: u64 = 700_000_000;
 
 /// A template of a user's.
-const OWN: &str = r#"
-description = "One of my own"
-shape = { vcpus = 1, memory_mib = 192, disk_mib = 1024 }
-packages = ["procps"]
-warm = ["echo warm >/run/warm"]
-
-[env]
-GREETING = "to you"
-
-[files]
-"/usr/local/bin/hello" = """
-#!/bin/sh
-echo hello
-"""
-"#;
+const OWN: &str = include_str!("../../templates/own.toml");
 
 /// The directory with the templates of the user that these tests are.
 pub fn own(places: &Places) -> Result<String> {
@@ -79,7 +65,8 @@ pub async fn a_code_interpreter_has_its_imports_done(world: Arc<World>) -> Resul
     let begun = std::time::Instant::now();
     one.sh("python -c 'import pandas'").await?;
     let cold = begun.elapsed();
-    ensure!(warm * 2 < cold, "{warm:?} with all of it imported, {cold:?} for one import");
+    // In an emulated machine the pages of a copy cost more than the imports.
+    ensure!(warm * 2 < cold * patience(), "{warm:?} with all of it imported, {cold:?} for one import");
 
     // What surrounds a run: its user, streams, directory, signals, and an end of its own.
     ensure!(
