@@ -227,6 +227,7 @@ async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let parent = lab.boot().await?;
     assert_eq!(beyond(parent.as_ref(), 3).await?, 1, "it begins at one");
+    let before = last(parent.as_ref()).await;
     let frozen = lab.freeze(parent.as_ref()).await?;
     let instant = last(parent.as_ref()).await;
     beyond(parent.as_ref(), instant + 3).await?;
@@ -237,7 +238,7 @@ async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
     // A line may have been cut by the freeze.
     for child in &children {
         let first = beyond(child.as_ref(), instant + 2).await?;
-        assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+        assert!((before.saturating_sub(1)..=instant + 2).contains(&first), "{first}: {before} to {instant}");
     }
     // Of a child, while its parent and the zygote between them go.
     let grandchild = lab.freeze(children[0].as_ref()).await?;
@@ -264,6 +265,7 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let parent = lab.boot().await?;
     beyond(parent.as_ref(), 3).await?;
+    let before = last(parent.as_ref()).await;
     let frozen = lab.freeze(parent.as_ref()).await?;
     let instant = last(parent.as_ref()).await;
     parent.stop().await?;
@@ -292,7 +294,10 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
         for _ in 0..count {
             let machine = lab.thaw(frozen.as_ref()).await?;
             let first = beyond(machine.as_ref(), instant + 1).await?;
-            assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+            assert!(
+                (before.saturating_sub(1)..=instant + 2).contains(&first),
+                "{first}: {before} to {instant}"
+            );
             users.insert(status(pid(machine.as_ref())?, "Uid:")?);
             machine.stop().await?;
         }
