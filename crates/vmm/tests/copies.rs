@@ -55,9 +55,14 @@ fn a_zygote_that_is_written_down_makes_machines() {
     let answer = zygote.client.call(&Request::Persist, &borrow(&fds), PATIENCE).unwrap();
     drop(fds);
     assert_eq!((answer.reply, answer.pid), (Reply::Done, zygote.pid()));
+    // The copy that writes is held where it is: whoever waits for it waits for ever.
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", zygote.pid())).unwrap();
+    let held = rustix::process::Pid::from_raw(children.trim().parse().unwrap()).unwrap();
+    rustix::process::kill_process(held, rustix::process::Signal::STOP).unwrap();
     let copy = place.thaw(&mut zygote);
     let early = writer.answer(Duration::from_millis(1));
     assert!(matches!(early, Err(ControlError::TimedOut)), "the thaw waited for the file: {early:?}");
+    rustix::process::kill_process(held, rustix::process::Signal::CONT).unwrap();
     let answer = writer.answer(PATIENCE).unwrap();
     let Reply::Persisted(persisted) = answer.reply else { panic!("{:?}", answer.reply) };
     assert_ne!(answer.pid, zygote.pid(), "the zygote wrote by itself");
@@ -138,11 +143,15 @@ fn no_copy_is_of_a_machine_that_has_ended() {
                 let mut files = machine.files.clone();
                 files.as_mut().unwrap().layers.push(top);
                 let mut zygote = Monitor { process, client, files, ram: machine.ram };
-                let copy = place.thaw(&mut zygote);
+                let (_files, fds) = place.copy_files(&zygote);
+                let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE).unwrap();
+                let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
                 // One that is of before has not been told; others may be gone.
-                let mem = File::options().write(true).open(format!("/proc/{}/mem", copy.pid()));
+                let copy = Process::open(thawed.pid).unwrap();
+                let mem = File::options().write(true).open(format!("/proc/{}/mem", thawed.pid));
                 let _ = mem.and_then(|mem| mem.write_all_at(&[1], at));
-                until("the copy ends as its original did", || copy.process.try_reap().is_some());
+                let ended = || copy.as_ref().is_none_or(|copy| copy.try_reap().is_some());
+                until("the copy ends as its original did", ended);
             }
             Err(ControlError::Failed { sentence, .. }) => {
                 assert_eq!(sentence, "its guest has just ended");
