@@ -22,10 +22,12 @@ put() {
 RUSTFLAGS='-C target-feature=+crt-static' cargo build --locked -p keiki-guest --profile guest \
     --target "$TRIPLE" --target-dir "$TARGET/guest"
 GUEST=$TARGET/guest/$TRIPLE/guest/keiki-guest
+RECORDER=$TARGET/guest/$TRIPLE/guest/keiki-recorder
 case $KIND in
 guest) put "$OUT" "$GUEST" ;;
 dev)
     put "$OUT_DEV" "$GUEST"
+    put "$OUT_DEV" "$RECORDER"
     cargo build --locked -p keiki-cli -p keiki-vmm --target-dir "$TARGET"
     put "$OUT_DEV" "$TARGET/debug/keiki"
     put "$OUT_DEV" "$TARGET/debug/keiki-vmm"

@@ -52,6 +52,17 @@ quietly() {
     fi
 }
 
+# Mounts an XFS image on a directory until the shell ends.
+with_reflinks() {
+    local image=$1.xfs
+    rm -f "$image"
+    truncate -s 8G "$image"
+    mkfs.xfs -q -m reflink=1 "$image"
+    mount -o loop "$image" "$1"
+    # shellcheck disable=SC2064
+    trap "umount '$1' && rm -f '$image'" EXIT
+}
+
 # A node on its own data below .keiki/NAME and a free port, stopped with everything it made when the script ends:
 # start_node NAME DIRECTORY-OF-PROGRAMS
 start_node() {

@@ -50,6 +50,12 @@ impl Places {
         Ok(Self { root, cache, bin })
     }
 
+    /// Those of a lane: names of nodes and files in it are not another's.
+    pub fn lane(&self, lane: usize) -> Self {
+        let root = if lane == 0 { self.root.clone() } else { self.root.join(format!("lane-{lane}")) };
+        Self { root, ..self.clone() }
+    }
+
     /// A program under test.
     pub fn program(&self, name: &str) -> PathBuf {
         self.bin.join(name)
@@ -244,9 +250,15 @@ impl Node {
 
     /// Does a monitor run for this sandbox?
     pub fn has_monitor(&self, id: keiki_types::SandboxId) -> Result<bool> {
+        Ok(!self.monitors_of(id)?.is_empty())
+    }
+
+    /// The monitors that run for this sandbox.
+    pub fn monitors_of(&self, id: keiki_types::SandboxId) -> Result<Vec<u32>> {
         let mark = id.to_string().replace('-', "");
-        let pids = self.traces()?.monitors;
-        Ok(pids.iter().any(|pid| holds(*pid, &mark)))
+        let mut pids = self.traces()?.monitors;
+        pids.retain(|pid| holds(*pid, &mark));
+        Ok(pids)
     }
 
     /// Host ends of this node's slots, by their addresses.

@@ -2,7 +2,8 @@
 //! top. Reading ends with bytes or an error.
 
 use super::bytes::Bytes;
-use super::machine::{DISK, empty_overlay, file};
+use super::machine::{DISK, file};
+use super::overlay::empty_overlay;
 use keiki_devices::disk::{Disk, Format, Layer};
 use vm_memory::VolatileSlice;
 
@@ -24,7 +25,7 @@ pub fn run(data: &[u8]) {
 
 /// A layer with a few clusters of every kind: data, zeroes, nothing.
 fn written() -> Vec<u8> {
-    let top = file(&empty_overlay());
+    let top = file(&empty_overlay(DISK));
     let mut disk = Disk::open(Vec::new(), Some(top.try_clone().unwrap())).unwrap();
     for offset in [0, 70_000 / 512 * 512, 1 << 20, DISK - 512] {
         disk.write(&[VolatileSlice::from(&mut [7; 512][..])], offset).unwrap();
@@ -39,7 +40,7 @@ fn written() -> Vec<u8> {
 fn read(layer: &[u8]) {
     let base = Layer { format: Format::Raw, file: file(&[1; 5000]) };
     let below = Layer { format: Format::Qcow2, file: file(layer) };
-    let Ok(mut disk) = Disk::open(vec![base, below], Some(file(&empty_overlay()))) else { return };
+    let Ok(mut disk) = Disk::open(vec![base, below], Some(file(&empty_overlay(DISK)))) else { return };
     let mut into = vec![0; 1 << 20];
     for at in (0..DISK).step_by(into.len()) {
         // Bytes or an error.

@@ -1,5 +1,6 @@
 //! A device of each kind, with backends that need no path and no privilege.
 
+use super::overlay::empty_overlay;
 use keiki_devices::{
     balloon::{Balloon, Discard},
     block::Block,
@@ -22,25 +23,6 @@ use vm_memory::GuestAddress;
 
 /// Size of the disk.
 pub const DISK: u64 = 4 << 20;
-/// An empty overlay for it, as `qemu-img create` makes one: header, table of reference counts, one block of them, and the
-/// first table of mappings, in a cluster each.
-pub fn empty_overlay() -> Vec<u8> {
-    const CLUSTER: usize = 1 << 16;
-    let mut bytes = vec![0; 4 * CLUSTER];
-    let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
-    put(0, b"QFI\xfb\0\0\0\x03");
-    put(20, &16_u32.to_be_bytes());
-    put(24, &DISK.to_be_bytes());
-    put(36, &1_u32.to_be_bytes());
-    put(40, &(3 * CLUSTER as u64).to_be_bytes());
-    put(48, &(CLUSTER as u64).to_be_bytes());
-    put(56, &1_u32.to_be_bytes());
-    put(96, &4_u32.to_be_bytes());
-    put(100, &104_u32.to_be_bytes());
-    put(CLUSTER, &(2 * CLUSTER as u64).to_be_bytes());
-    (0..4).for_each(|cluster| put(2 * CLUSTER + 2 * cluster, &1_u16.to_be_bytes()));
-    bytes
-}
 
 pub fn file(contents: &[u8]) -> File {
     let mut file = File::from(memfd_create("layer", MemfdFlags::CLOEXEC).unwrap());
@@ -50,7 +32,7 @@ pub fn file(contents: &[u8]) -> File {
 
 pub fn block() -> Block {
     let base = Layer { format: Format::Raw, file: file(&[0x5a; 10_000]) };
-    Block::new(Disk::open(vec![base], Some(file(&empty_overlay()))).unwrap(), "fuzz")
+    Block::new(Disk::open(vec![base], Some(file(&empty_overlay(DISK)))).unwrap(), "fuzz")
 }
 
 pub fn net() -> Net {

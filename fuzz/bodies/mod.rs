@@ -5,6 +5,7 @@ mod bytes;
 pub mod device;
 pub mod layer;
 mod machine;
+mod overlay;
 pub mod state;
 #[path = "../../crates/devices/tests/support/mod.rs"]
 mod support;

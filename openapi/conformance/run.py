@@ -33,7 +33,7 @@ def ids(url, what):
 
 
 def main():
-    schemathesis, url, seconds = os.path.abspath(sys.argv[1]), sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "75"
+    schemathesis, url, seconds = os.path.abspath(sys.argv[1]), sys.argv[2].rstrip("/"), sys.argv[3] if len(sys.argv) > 3 else "100"
     before = {what: ids(url, what) for what in ("sandboxes", "snapshots")}
     try:
         sandbox = call(url, "POST", "/v1/sandboxes", {})["id"]

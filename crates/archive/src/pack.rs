@@ -11,7 +11,8 @@ use std::{
 };
 use tar::{Builder, EntryType, Header, HeaderMode};
 
-/// Packs what is at `source` under the name `top`. A symlink is packed as one.
+/// Packs what is at `source` under the name `top`. A symlink is packed as one. Of other file systems below it only the
+/// directory they are mounted on is packed: `/` is the disk, without `/proc`. What is removed meanwhile is left out.
 ///
 /// # Errors
 /// If something cannot be read, or `out` cannot be written.
@@ -20,6 +21,7 @@ pub fn pack(source: &Path, top: &OsStr, out: impl Write) -> Result<Counts> {
     builder.mode(HeaderMode::Complete);
     builder.follow_symlinks(false);
     let mut packer = Packer { builder, links: HashMap::new(), counts: Counts::default(), entries: 0 };
+    let mut own = None;
     // Directories wait in a list, not on the stack: a tree may be deep.
     let mut waiting = vec![(source.to_owned(), PathBuf::from(top))];
     while let Some((at, name)) = waiting.pop() {
@@ -30,9 +32,9 @@ pub fn pack(source: &Path, top: &OsStr, out: impl Write) -> Result<Counts> {
             Err(error) => return Err(error).about(&at),
         };
         packer.entry(&at, &name, &meta)?;
-        if meta.is_dir() {
-            let mut inside: Vec<_> =
-                fs::read_dir(&at).and_then(Iterator::collect::<io::Result<_>>).about(&at)?;
+        if meta.is_dir() && *own.get_or_insert(meta.dev()) == meta.dev() {
+            let listed = fs::read_dir(&at).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+            let mut inside = there(listed).about(&at)?.unwrap_or_default();
             inside.sort_by_key(|entry: &fs::DirEntry| std::cmp::Reverse(entry.file_name()));
             waiting.extend(inside.into_iter().map(|entry| (entry.path(), name.join(entry.file_name()))));
         }
@@ -63,12 +65,11 @@ impl<W: Write> Packer<W> {
             // With a slash at its end, as tar itself has it.
             self.builder.append_data(&mut header, name.join(""), io::empty()).about(at)
         } else if kind.is_symlink() {
+            let Some(target) = there(fs::read_link(at)).about(at)? else { return Ok(()) };
             self.counts.symlinks += 1;
-            let target = fs::read_link(at).about(at)?;
             header.set_size(0);
             self.builder.append_link(&mut header, name, target).about(at)
         } else if kind.is_file() {
-            self.counts.files += 1;
             self.file(at, name, meta, header)
         } else {
             debug_assert!(
@@ -80,23 +81,26 @@ impl<W: Write> Packer<W> {
     }
 
     fn file(&mut self, at: &Path, name: &Path, meta: &Metadata, mut header: Header) -> Result<()> {
-        if meta.nlink() > 1 {
-            let known = self.links.entry((meta.dev(), meta.ino())).or_insert_with(|| name.to_owned());
-            if known != name {
-                header.set_entry_type(EntryType::Link);
-                header.set_size(0);
-                let first = known.clone();
-                return self.builder.append_link(&mut header, name, first).about(at);
-            }
+        let inode = (meta.dev(), meta.ino());
+        if let Some(first) = self.links.get(&inode).filter(|_| meta.nlink() > 1) {
+            self.counts.files += 1;
+            header.set_entry_type(EntryType::Link);
+            header.set_size(0);
+            let first = first.clone();
+            return self.builder.append_link(&mut header, name, first).about(at);
         }
         // It may have been replaced by a pipe since: opening that would wait for a writer.
         let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOFOLLOW;
         let open = fs::OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(at);
-        let mut file: File = open.about(at)?;
+        let Some(mut file) = there(open).about(at)? else { return Ok(()) };
         let meta = file.metadata().about(at)?;
         if !meta.is_file() {
             return Err(io::Error::other("it was replaced while it was read")).about(at);
         }
+        if meta.nlink() > 1 {
+            self.links.insert((meta.dev(), meta.ino()), name.to_owned());
+        }
+        self.counts.files += 1;
         self.counts.bytes += meta.len();
         if meta.blocks() * 512 < meta.len() {
             // Only what is no hole is stored.
@@ -104,6 +108,15 @@ impl<W: Write> Packer<W> {
         }
         header.set_metadata_in_mode(&meta, HeaderMode::Complete);
         self.builder.append_data(&mut header, name, Exactly { file, left: meta.len() }).about(at)
+    }
+}
+
+/// None of what was removed since it was listed.
+fn there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+    match found {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

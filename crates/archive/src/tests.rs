@@ -1,4 +1,4 @@
-use crate::{Counts, Error, Options, pack, unpack};
+use crate::{Counts, Error, Options, pack, unpack, unpack::unpack_named};
 use std::{
     ffi::OsStr,
     fs::{self, File},
@@ -225,18 +225,163 @@ fn what_is_not_whole_or_too_much_is_refused() {
     header.set_size(1 << 60);
     header.set_mode(0o644);
     header.set_cksum();
-    let small = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mount = small.path();
-    if rustix::process::geteuid().is_root() {
-        rustix::mount::mount("none", mount, "tmpfs", rustix::mount::MountFlags::empty(), Some(c"size=20M"))
-            .unwrap();
+    let refused = on_a_small_disk(c"size=20M", |disk| {
         let bomb = io::Cursor::new(header.as_bytes().to_vec()).chain(io::repeat(b'x'));
-        let said = unpack(bomb, mount, Options::default()).unwrap_err();
-        let left = fs::read_dir(mount).unwrap().count();
-        rustix::mount::unmount(mount, rustix::mount::UnmountFlags::empty()).unwrap();
+        (unpack(bomb, disk, Options::default()).unwrap_err(), fs::read_dir(disk).unwrap().count())
+    });
+    if let Some((said, left)) = refused {
         assert!(matches!(said, Error::NoRoom { free_mib: 12 }), "{said}");
         assert_eq!(left, 0);
     }
+}
+
+/// A file system of this size for one test, and what comes of `work` in it.
+fn on_a_small_disk<T>(size: &std::ffi::CStr, work: impl FnOnce(&Path) -> T) -> Option<T> {
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    rustix::mount::mount("none", dir.path(), "tmpfs", rustix::mount::MountFlags::empty(), Some(size))
+        .unwrap();
+    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(dir.path())));
+    rustix::mount::unmount(dir.path(), rustix::mount::UnmountFlags::empty()).unwrap();
+    Some(done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+}
+
+/// Holes take no room, but whoever reads them reads zeros, for as long as they are large.
+#[test]
+fn more_holes_than_the_disk_is_large_are_refused() {
+    let from = tempfile::tempdir().unwrap();
+    for name in ["a", "b"] {
+        let file = File::create(from.path().join(name)).unwrap();
+        file.set_len(40 << 20).unwrap();
+        file.write_all_at(b"x", 0).unwrap();
+    }
+    let tar = packed(from.path(), "top");
+    assert!(tar.len() < 64 << 10, "holes were stored: {} bytes", tar.len());
+    let unpacked = |size| {
+        on_a_small_disk(size, |disk| {
+            let done = unpack(tar.as_slice(), disk, Options::default());
+            done.map_err(|error| (error.to_string(), fs::read_dir(disk).unwrap().count()))
+        })
+    };
+    let Some(done) = unpacked(c"size=64M") else { return };
+    let (said, left) = done.unwrap_err();
+    assert!(said.contains("more holes than"), "{said}");
+    assert_eq!(left, 0);
+    assert_eq!(unpacked(c"size=96M").unwrap().unwrap().bytes, 80 << 20);
+}
+
+#[test]
+fn other_file_systems_are_neither_packed_nor_unpacked_into() {
+    let from = tempfile::tempdir().unwrap();
+    fs::create_dir_all(from.path().join("mounted")).unwrap();
+    fs::write(from.path().join("own"), "x").unwrap();
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let mount = from.path().join("mounted");
+    rustix::mount::mount("none", &mount, "tmpfs", rustix::mount::MountFlags::empty(), Some(c"size=1M"))
+        .unwrap();
+    fs::write(mount.join("other"), "x").unwrap();
+    let mut tar = Vec::new();
+    let counts = pack(from.path(), OsStr::new("top"), &mut tar);
+    // A mount point itself is packed with what is in it.
+    let inner = pack(&mount, OsStr::new("top"), io::sink());
+    let into =
+        archive(&[("own2", EntryType::Regular, "", b"x"), ("mounted/y", EntryType::Regular, "", b"x")]);
+    let said = unpack(into.as_slice(), from.path(), Options::default());
+    let left: Vec<_> = tree(from.path());
+    rustix::mount::unmount(&mount, rustix::mount::UnmountFlags::empty()).unwrap();
+    let counts = counts.unwrap();
+    assert_eq!((counts.files, counts.dirs), (1, 2));
+    assert_eq!(inner.unwrap().files, 1);
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("another file system"), "{said}");
+    assert!(!left.iter().any(|line| line.starts_with("own2") || line.starts_with("mounted/y")), "{left:?}");
+}
+
+/// Names are held in memory: so many of them, and so long, are refused.
+#[test]
+fn more_names_than_memory_are_refused() {
+    let long = vec!["x".repeat(250); 15].join("/");
+    let mut names = (0..).map(|n| {
+        let mut out = Builder::new(Vec::new());
+        let mut header = Header::new_gnu();
+        header.set_entry_type(EntryType::Directory);
+        header.set_mode(0o755);
+        header.set_size(0);
+        out.append_data(&mut header, format!("{long}/{n}"), io::empty()).unwrap();
+        let whole = out.into_inner().unwrap();
+        whole[..whole.len() - 1024].to_vec()
+    });
+    let endless = crate::Receiver::new(move || names.next().map(|entry| (entry.into(), false)));
+    let dir = tempfile::tempdir().unwrap();
+    let said = unpack_named(endless, dir.path(), Options::default(), 1 << 20).unwrap_err().to_string();
+    assert!(said.contains("too many with long names"), "{said}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+/// More directories beside each other, and below each other, than there are descriptors.
+#[test]
+fn wide_and_deep_trees_need_few_descriptors() {
+    let descriptors = || fs::read_dir("/proc/self/fd").unwrap().count();
+    let most = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let few = rustix::process::Rlimit { current: Some(descriptors() as u64 + 150), maximum: most.maximum };
+    let from = tempfile::tempdir().unwrap();
+    fs::create_dir_all(from.path().join(vec!["d"; 400].join("/"))).unwrap();
+    for n in 0..400 {
+        fs::create_dir_all(from.path().join(format!("w/{n}"))).unwrap();
+    }
+    let whole = packed(from.path(), "top");
+    let dir = tempfile::tempdir().unwrap();
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, few).unwrap();
+    let first = unpack(whole.as_slice(), dir.path(), Options::default());
+    // Onto what is there: every directory is joined.
+    let again = unpack(whole.as_slice(), dir.path(), Options::default());
+    // One that is refused at its end is removed again.
+    let broken = unpack(&whole[..whole.len() - 1024], dir.path(), Options::default());
+    let left = fs::read_dir(dir.path()).map(Iterator::count);
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, most).unwrap();
+    assert_eq!(first.unwrap().dirs, 802);
+    assert_eq!(again.unwrap().dirs, 802);
+    assert!(matches!(broken, Err(Error::Damaged(_))), "{broken:?}");
+    assert_eq!(left.unwrap(), 1, "only the top");
+}
+
+/// Files come and go while a tree is packed: what is gone is left out.
+#[test]
+fn what_goes_while_it_is_packed_is_left_out() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("stays"), "x").unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let come_and_go = || {
+            while !over.load(Ordering::Relaxed) {
+                for n in 0..64 {
+                    let name = |what: &str| dir.path().join(format!("{what}{n}"));
+                    fs::write(name("file"), "x").unwrap();
+                    symlink("file", name("link")).unwrap();
+                    fs::create_dir(name("dir")).unwrap();
+                    fs::write(name("dir").join("in"), "x").unwrap();
+                }
+                for n in 0..64 {
+                    let name = |what: &str| dir.path().join(format!("{what}{n}"));
+                    fs::remove_file(name("file")).unwrap();
+                    fs::remove_file(name("link")).unwrap();
+                    fs::remove_dir_all(name("dir")).unwrap();
+                }
+            }
+        };
+        let working = scope.spawn(come_and_go);
+        let packed: Vec<_> = (0..400).map(|_| pack(dir.path(), OsStr::new("top"), io::sink())).collect();
+        over.store(true, Ordering::Relaxed);
+        working.join().unwrap();
+        for counts in packed {
+            assert!(counts.unwrap().files >= 1);
+        }
+    });
 }
 
 #[test]

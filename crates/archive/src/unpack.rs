@@ -24,6 +24,8 @@ use tar::{Archive, Entry, EntryType};
 const MAX_NAME: usize = 4096;
 /// Headers of one entry, long names included.
 const MAX_HEADERS: u64 = 1 << 20;
+/// All names that are held in memory at some time.
+const MAX_NAMES: usize = 64 << 20;
 /// Left free for others, whatever the archive holds.
 const SPARE_BYTES: u64 = 8 << 20;
 const PIECE: usize = 64 << 10;
@@ -51,10 +53,21 @@ pub struct Options {
 /// If the archive is refused, does not fit, or the system refuses; then `into` is as it was before, unless the last
 /// step, moving what is complete to its place, is what failed.
 pub fn unpack(input: impl Read, into: &Path, options: Options) -> Result<Counts> {
+    unpack_named(input, into, options, MAX_NAMES)
+}
+
+/// With so many bytes of names.
+pub(crate) fn unpack_named(
+    input: impl Read,
+    into: &Path,
+    options: Options,
+    names_left: usize,
+) -> Result<Counts> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let target = rustix::fs::open(into, flags, Mode::empty()).about(into)?;
     let stage = Stage::make(&target, into)?;
     let free = rustix::fs::fstatvfs(&target).about(into)?;
+    let size = free.f_blocks.saturating_mul(free.f_frsize);
     let free = free.f_bavail.saturating_mul(free.f_frsize).saturating_sub(SPARE_BYTES);
     let mut unpacker = Unpacker {
         stage: &stage.dir,
@@ -62,6 +75,8 @@ pub fn unpack(input: impl Read, into: &Path, options: Options) -> Result<Counts>
         options,
         free,
         left: free,
+        holes_left: size,
+        names_left,
         counts: Counts::default(),
         later: Vec::new(),
     };
@@ -77,7 +92,8 @@ pub fn unpack(input: impl Read, into: &Path, options: Options) -> Result<Counts>
         budget.set(u64::MAX);
         unpacker.entry(entry.map_err(|error| damaged(&error))?)?;
     }
-    walk(&stage.dir, &target, into, in_the_way)?;
+    let device = device(&stage.dir).about(into)?;
+    walk(&stage.dir, &target, into, |from, to, name, place| in_the_way(from, to, name, place, device))?;
     walk(&stage.dir, &target, into, |from, to, name, place| {
         rustix::fs::renameat(from, name, to, name).about(place)
     })?;
@@ -149,6 +165,9 @@ struct Unpacker<'a> {
     options: Options,
     free: u64,
     left: u64,
+    /// Holes cost no room but time, and whoever reads them gets them as zeros: no more than the file system is large.
+    holes_left: u64,
+    names_left: usize,
     counts: Counts,
     /// Directories get their mode and time when nothing more goes into them.
     later: Vec<(PathBuf, Attributes)>,
@@ -178,6 +197,8 @@ impl Unpacker<'_> {
         };
         let attributes = self.attributes(&entry)?;
         let (parent, last) = self.parent(&name)?;
+        // A directory is remembered by its whole name, the rest when the directory around it is listed.
+        self.remember(if kind == EntryType::Directory { name.as_os_str() } else { last })?;
         match kind {
             EntryType::Directory => {
                 match rustix::fs::mkdirat(&parent, last, Mode::RWXU) {
@@ -285,18 +306,17 @@ impl Unpacker<'_> {
     }
 
     /// The directory that an entry goes into; made where the archive left it out.
-    fn parent<'n>(&self, name: &'n Path) -> Result<(OwnedFd, &'n OsStr)> {
-        let Some(last) = name.file_name() else { return refused(name, "has no name") };
-        let above = name.parent().filter(|above| *above != Path::new("")).unwrap_or(Path::new("."));
+    fn parent<'n>(&mut self, name: &'n Path) -> Result<(OwnedFd, &'n OsStr)> {
+        let (above, last) = split(name);
         match open_beneath(self.stage, above) {
             Err(Errno::NOENT) => {
                 let mut made = PathBuf::new();
                 for part in above.components() {
                     made.push(part);
-                    let (dir, last) = (made.parent(), made.file_name());
-                    let dir = dir.filter(|dir| *dir != Path::new("")).unwrap_or(Path::new("."));
+                    self.remember(made.as_os_str())?;
+                    let (dir, last) = split(&made);
                     let dir = open_beneath(self.stage, dir).about(&self.at(&made))?;
-                    match rustix::fs::mkdirat(&dir, last.unwrap_or_default(), Mode::from_raw_mode(0o755)) {
+                    match rustix::fs::mkdirat(&dir, last, Mode::from_raw_mode(0o755)) {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(error) => return Err(error).about(&self.at(&made)),
                     }
@@ -309,6 +329,15 @@ impl Unpacker<'_> {
             Ok(dir) => Ok((dir, last)),
             Err(error) => self.no_parent(name, error),
         }
+    }
+
+    /// Counts a name that is held in memory at some time.
+    fn remember(&mut self, name: &OsStr) -> Result<()> {
+        match self.names_left.checked_sub(name.len()) {
+            Some(left) => self.names_left = left,
+            None => return refused(Path::new(name), "is one of too many with long names"),
+        }
+        Ok(())
     }
 
     fn no_parent<T>(&self, name: &Path, error: Errno) -> Result<T> {
@@ -342,6 +371,10 @@ impl Unpacker<'_> {
             for block in buffer[..got].chunks(HOLE) {
                 size += block.len() as u64;
                 if block.iter().all(|&byte| byte == 0) {
+                    let Some(left) = self.holes_left.checked_sub(block.len() as u64) else {
+                        return refused(name, "has more holes than the file system has room");
+                    };
+                    self.holes_left = left;
                     file.seek(SeekFrom::Current(block.len() as i64)).about(&at)?;
                 } else {
                     let room = self.left.checked_sub(block.len() as u64);
@@ -375,8 +408,7 @@ impl Unpacker<'_> {
     /// Gives directories their attributes, the innermost first: they must be writable until all is in its place.
     fn settle(&mut self, target: &OwnedFd) -> Result<()> {
         for (name, attributes) in std::mem::take(&mut self.later).into_iter().rev() {
-            let within = if name == Path::new("") { Path::new(".") } else { &name };
-            let dir = match open_beneath(target, within) {
+            let dir = match open_beneath(target, &name) {
                 Ok(dir) => dir,
                 Err(error) => return self.no_parent(&name, error),
             };
@@ -422,8 +454,9 @@ fn fill(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(filled)
 }
 
-fn open_beneath(root: &OwnedFd, path: &Path) -> rustix::io::Result<OwnedFd> {
+fn open_beneath(root: impl AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    let path = if path == Path::new("") { Path::new(".") } else { path };
     rustix::fs::openat2(root, path, flags, Mode::empty(), BENEATH)
 }
 
@@ -457,63 +490,64 @@ fn names(dir: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Removes a name with all that is below it. Links are removed, not followed.
+/// Removes a name with all that is below it. Links are removed, not followed. One directory is open at a time, and each
+/// is listed once: a tree may be deep, and wide.
 fn remove_all(parent: impl AsFd, name: &OsStr) -> rustix::io::Result<()> {
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
-    let _ = rustix::fs::chmodat(parent.as_fd(), name, Mode::RWXU, AtFlags::empty());
-    // Emptied level by level, not by recursion: a tree may be deep.
-    let mut open =
-        vec![(OsString::from(name), rustix::fs::openat(parent.as_fd(), name, flags, Mode::empty())?)];
-    while let Some((_, dir)) = open.last() {
-        let mut inner = None;
-        for name in names(dir)? {
-            if is_dir(dir, &name) {
-                let _ = rustix::fs::chmodat(dir, &name, Mode::RWXU, AtFlags::empty());
-                inner = Some((name.clone(), rustix::fs::openat(dir, &name, flags, Mode::empty())?));
-                break;
-            }
-            rustix::fs::unlinkat(dir, &name, AtFlags::empty())?;
-        }
-        match inner {
-            Some(inner) => open.push(inner),
-            None => {
-                let done = open.pop().map(|(name, _)| name).unwrap_or_default();
-                match open.last() {
-                    Some((_, above)) => rustix::fs::unlinkat(above, &done, AtFlags::REMOVEDIR)?,
-                    None => rustix::fs::unlinkat(parent.as_fd(), &done, AtFlags::REMOVEDIR)?,
-                }
+    let _ = rustix::fs::chmodat(&parent, name, Mode::RWXU, AtFlags::empty());
+    let root = rustix::fs::openat(&parent, name, flags, Mode::empty())?;
+    let mut dirs = vec![PathBuf::new()];
+    let mut at = 0;
+    while let Some(path) = dirs.get(at).cloned() {
+        let dir = open_beneath(&root, &path)?;
+        for name in names(&dir)? {
+            if is_dir(&dir, &name) {
+                let _ = rustix::fs::chmodat(&dir, &name, Mode::RWXU, AtFlags::empty());
+                dirs.push(path.join(name));
+            } else {
+                rustix::fs::unlinkat(&dir, &name, AtFlags::empty())?;
             }
         }
+        at += 1;
     }
-    Ok(())
+    for path in dirs.iter().skip(1).rev() {
+        let (above, last) = split(path);
+        rustix::fs::unlinkat(open_beneath(&root, above)?, last, AtFlags::REMOVEDIR)?;
+    }
+    rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)
 }
 
-/// Does `work` with every name in `from` for which `to` has no directory to go on in. Nothing is followed.
+/// The directory that a relative path is in, and its last part.
+fn split(path: &Path) -> (&Path, &OsStr) {
+    (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default())
+}
+
+/// Does `work` with every name in `from` for which `to` has no directory to go on in. Nothing is followed, and two
+/// directories are open at a time, however many there are.
 fn walk(
     from: &OwnedFd,
     to: &OwnedFd,
     into: &Path,
     work: impl Fn(&OwnedFd, &OwnedFd, &OsStr, &Path) -> Result<()>,
 ) -> Result<()> {
-    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
-    let mut waiting = vec![(from.try_clone().about(into)?, to.try_clone().about(into)?, into.to_owned())];
-    while let Some((from, to, at)) = waiting.pop() {
-        for name in names(&from).about(&at)? {
-            let place = at.join(&name);
-            if is_dir(&from, &name) && is_dir(&to, &name) {
-                let inner = rustix::fs::openat(&from, &name, flags, Mode::empty()).about(&place)?;
-                let there = rustix::fs::openat(&to, &name, flags, Mode::empty()).about(&place)?;
-                waiting.push((inner, there, place));
+    let mut waiting = vec![PathBuf::new()];
+    while let Some(path) = waiting.pop() {
+        let at = into.join(&path);
+        let inner = open_beneath(from, &path).about(&at)?;
+        let there = open_beneath(to, &path).about(&at)?;
+        for name in names(&inner).about(&at)? {
+            if is_dir(&inner, &name) && is_dir(&there, &name) {
+                waiting.push(path.join(name));
             } else {
-                work(&from, &to, &name, &place)?;
+                work(&inner, &there, &name, &at.join(&name))?;
             }
         }
     }
     Ok(())
 }
 
-/// Is there something that a rename would not replace?
-fn in_the_way(from: &OwnedFd, to: &OwnedFd, name: &OsStr, place: &Path) -> Result<()> {
+/// Is there something that a rename would not replace, or does it lead to where none leads?
+fn in_the_way(from: &OwnedFd, to: &OwnedFd, name: &OsStr, place: &Path, own: u64) -> Result<()> {
     let there = rustix::fs::statat(to, name, AtFlags::SYMLINK_NOFOLLOW);
     if is_dir(to, name) {
         return refused(place, "is in the way: it is a directory here");
@@ -521,5 +555,12 @@ fn in_the_way(from: &OwnedFd, to: &OwnedFd, name: &OsStr, place: &Path) -> Resul
     if there.is_ok() && is_dir(from, name) {
         return refused(place, "is in the way: it is no directory here");
     }
+    if device(to).about(place)? != own {
+        return refused(place, "goes to another file system: unpack it there");
+    }
     Ok(())
+}
+
+fn device(of: &OwnedFd) -> rustix::io::Result<u64> {
+    rustix::fs::fstat(of).map(|stat| stat.st_dev)
 }

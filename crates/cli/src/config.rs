@@ -4,7 +4,7 @@
 //! what a TOML file says, and [`Resolved`] what the node is started with. A flag (or its variable) beats the
 //! file, the file beats `default-config.toml`, which is the one place where defaults are written.
 
-use crate::{env, exit::Failure};
+use crate::{env, exit::Failure, text::parse_duration};
 use keiki_client::EngineKind;
 use keiki_node::Sharing;
 use serde::Deserialize;
@@ -12,6 +12,7 @@ use std::{
     io,
     net::SocketAddr,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 const DEFAULTS: &str = include_str!("../default-config.toml");
@@ -77,6 +78,12 @@ pub struct NodeArgs {
     /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
     #[arg(long, value_name = "ADDRESS")]
     pub dns: Vec<SocketAddr>,
+    /// Mark snapshots older than this as stale, e.g. 30d [default: none]
+    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
+    pub snapshot_max_age: Option<Duration>,
+    /// Do not restore snapshots older than this, e.g. 90d [default: restore all]
+    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
+    pub snapshot_refuse_age: Option<Duration>,
     /// End all sandboxes and unmount the store when the node stops
     #[arg(long)]
     pub ephemeral: bool,
@@ -122,7 +129,7 @@ pub enum LogFormat {
 
 /// What a file says. The same keys as the flags.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, default)]
 struct File {
     data_dir: Option<PathBuf>,
     run_dir: Option<PathBuf>,
@@ -141,6 +148,10 @@ struct File {
     egress_allow: Option<Vec<String>>,
     preview_suffix: Option<String>,
     dns: Option<Vec<SocketAddr>>,
+    #[serde(deserialize_with = "age")]
+    snapshot_max_age: Option<Duration>,
+    #[serde(deserialize_with = "age")]
+    snapshot_refuse_age: Option<Duration>,
     ephemeral: Option<bool>,
     log_format: Option<LogFormat>,
 }
@@ -217,6 +228,11 @@ impl NodeArgs {
                 defaults.preview_suffix,
             )?,
             dns: listed(self.dns, file.dns, defaults.dns),
+            snapshot_max_age: self.snapshot_max_age.or(file.snapshot_max_age).or(defaults.snapshot_max_age),
+            snapshot_refuse_age: self
+                .snapshot_refuse_age
+                .or(file.snapshot_refuse_age)
+                .or(defaults.snapshot_refuse_age),
             ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
         };
         let log_format = need("log_format", self.log_format, file.log_format, defaults.log_format)?;
@@ -227,6 +243,12 @@ impl NodeArgs {
 /// A list that was typed replaces the file's.
 fn listed<T>(typed: Vec<T>, file: Option<Vec<T>>, default: Option<Vec<T>>) -> Vec<T> {
     if typed.is_empty() { file.or(default).unwrap_or_default() } else { typed }
+}
+
+/// An age as it is typed, too.
+fn age<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
+    let text = String::deserialize(value)?;
+    parse_duration(&text).map(Some).map_err(serde::de::Error::custom)
 }
 
 /// The named file must be there; the system's may be.
@@ -268,7 +290,7 @@ pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
 mod tests {
     use super::{DEFAULTS, Engine, File, LogFormat, NodeArgs, parse, read_file, read_keys};
     use keiki_client::EngineKind;
-    use std::{fs, path::PathBuf};
+    use std::{fs, path::PathBuf, time::Duration};
 
     #[test]
     fn the_commented_defaults_are_whole_and_true() {
@@ -278,7 +300,7 @@ mod tests {
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
         let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
-                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns ephemeral";
+                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns snapshot_max_age snapshot_refuse_age ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in keys.split(' ') {
@@ -336,6 +358,10 @@ mod tests {
         let error = parse("datadir = '/x'", "my.toml").unwrap_err().to_string();
         assert!(error.contains("my.toml") && error.contains("datadir"), "{error}");
         assert!(parse("engine = 'xen'", "t").is_err());
+        let error = parse("snapshot_max_age = '30 days'", "t").unwrap_err().to_string();
+        assert!(error.contains("is no duration"), "{error}");
+        let ages = parse("snapshot_max_age = '30d'", "t").unwrap();
+        assert_eq!(ages.snapshot_max_age, Some(Duration::from_secs(30 * 86_400)));
         let dir = tempfile::tempdir().unwrap();
         assert!(read_file(Some(&dir.path().join("none.toml"))).is_err());
         let keys = dir.path().join("keys");

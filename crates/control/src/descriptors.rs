@@ -7,6 +7,9 @@ use std::{fmt, os::fd::OwnedFd};
 /// Most lower layers of a disk.
 pub(crate) const MAX_LAYERS: usize = 64;
 
+/// Most disks besides the root disk.
+pub const MAX_DISKS: usize = 8;
+
 /// What a descriptor is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
@@ -22,7 +25,7 @@ pub enum Role {
     State,
     /// `/proc/PID/pagemap` of the zygote itself, which it may not open.
     Pagemap,
-    /// One end of a socket pair: the control connection of a new zygote.
+    /// One end of a socket pair: the control connection of a new zygote, or the one on which a copy answers.
     Control,
     /// Listening socket: control connections of a new machine.
     Listener,
@@ -36,11 +39,26 @@ pub enum Role {
     Agent,
     /// Console log, read and written.
     Console,
+    /// A pipe: what a copy says on its standard error.
+    Stderr,
+    /// As [`Role::Layer`], of the further disk with this number, counted from 0.
+    DiskLayer(u8),
+    /// As [`Role::Top`], of that disk. One that is only read has none.
+    DiskTop(u8),
+}
+
+impl Role {
+    /// This role for each further disk that a machine may have.
+    pub(crate) fn of_disks(role: impl Fn(u8) -> Self) -> impl Iterator<Item = Self> {
+        (0..u8::MAX).take(MAX_DISKS).map(role)
+    }
 }
 
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        let name = match self {
+            Self::DiskLayer(disk) => return write!(f, "a layer of further disk {disk}"),
+            Self::DiskTop(disk) => return write!(f, "the top layer of further disk {disk}"),
             Self::Kvm => "/dev/kvm",
             Self::Kernel => "the kernel",
             Self::Initrd => "the initial RAM file system",
@@ -54,7 +72,9 @@ impl fmt::Display for Role {
             Self::Tap => "the tap",
             Self::Agent => "the agent listener",
             Self::Console => "the console log",
-        })
+            Self::Stderr => "standard error",
+        };
+        f.write_str(name)
     }
 }
 
@@ -103,6 +123,21 @@ impl Descriptors {
     pub fn take_if_any(&mut self, role: Role) -> Option<OwnedFd> {
         let index = self.entries.iter().position(|(entry, _)| *entry == role)?;
         Some(self.entries.remove(index).1)
+    }
+
+    /// Refuses what nobody took of further disks: it is of one that is not there, or cannot be written.
+    ///
+    /// # Errors
+    /// Names the first.
+    pub fn no_other_disks(&self) -> Result<()> {
+        let of_disk = |role: &Role| matches!(role, Role::DiskLayer(_) | Role::DiskTop(_));
+        match self.entries.iter().find(|(role, _)| of_disk(role)) {
+            None => Ok(()),
+            Some((role, _)) => {
+                let count = self.entries.iter().filter(|(other, _)| other == role).count();
+                Err(ControlError::TooMany { request: self.request, role: *role, most: 0, count })
+            }
+        }
     }
 
     /// All of this role, in the order sent.

@@ -30,10 +30,10 @@ mod start;
 pub const LAST_WORDS: &str = "keiki-vmm: ";
 
 pub use connection::{Answer, Client, Server, accept, listen};
-pub use descriptors::{Descriptors, Role, Want};
+pub use descriptors::{Descriptors, MAX_DISKS, Role, Want};
 pub use error::{ControlError, Result};
 pub use message::{
-    Boot, Cpu, Devices, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Shape, Stage,
-    Stats, Step, Thaw, Thawed,
+    Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Shape,
+    Stage, Stats, Step, Thaw, Thawed,
 };
 pub use start::Start;

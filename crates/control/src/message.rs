@@ -18,11 +18,13 @@ pub enum Request {
     Resume,
     /// Machine: fork a zygote off and go on, on a new top layer. A paused machine stays paused.
     Freeze(Freeze),
-    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes.
+    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes, which the copy sends. With a connection
+    /// for the copy, it answers there, and the zygote answers [`Reply::Done`] as soon as it has forked.
     Thaw(Thaw),
-    /// Zygote: write memory and state.
+    /// Zygote: write memory and state. A copy does that, and answers as one that is thawed does.
     Persist,
-    /// Machine: read these lower layers, bottom first, instead of those below the top. Same contents.
+    /// Machine: read these lower layers, bottom first, instead of those below the top: of each disk that layers are sent for.
+    /// Same contents.
     Layers,
     /// What does it use?
     Stats,
@@ -48,13 +50,23 @@ pub enum Cpu {
     Host,
 }
 
-/// What differs between users of the monitor in the devices a guest has. Which there are, and their order, never does.
+/// What differs between users of the monitor in the devices a guest has. Their order never does; further disks come behind
+/// all others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Devices {
     /// Of the network device, which is there also without a tap.
     pub mac: [u8; 6],
     /// Name of the console port that the agent opens.
     pub agent_port: String,
+    /// Disks besides the root disk, at most [`crate::MAX_DISKS`], in the order in which the guest finds them.
+    pub disks: Vec<Disk>,
+}
+
+/// A disk besides the root disk. Its files come with [`Role::DiskLayer`] and [`Role::DiskTop`] of its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// It has no top: the guest can only read it.
+    pub read_only: bool,
 }
 
 /// [`Request::Boot`].
@@ -149,7 +161,7 @@ pub struct Hello {
     pub paused: bool,
     /// How many forks lie between it and the process that was executed.
     pub generation: u32,
-    /// Lower layers of its disk: tells after a crash of the node whether a freeze had come to its end.
+    /// Lower layers of its root disk: tells after a crash of the node whether a freeze had come to its end.
     pub layers: u32,
 }
 
@@ -233,9 +245,15 @@ impl Request {
         const fn one(role: Role) -> Want {
             Want { role, least: 1, most: 1 }
         }
+        const fn maybe(role: Role) -> Want {
+            Want { role, least: 0, most: 1 }
+        }
         const LAYERS: Want = Want { role: Role::Layer, least: 1, most: MAX_LAYERS };
-        const TAP: Want = Want { role: Role::Tap, least: 0, most: 1 };
-        match self {
+        const TAP: Want = maybe(Role::Tap);
+        // Which further disks there are is known to the machine; it refuses what is missing or too much.
+        let tops = Role::of_disks(Role::DiskTop).map(maybe);
+        let layers = Role::of_disks(Role::DiskLayer).map(|role| Want { role, least: 0, most: MAX_LAYERS });
+        let mut wants = match self {
             Self::Boot(_) => vec![
                 one(Role::Kvm),
                 one(Role::Kernel),
@@ -248,13 +266,29 @@ impl Request {
                 one(Role::Console),
             ],
             Self::Load(_) => vec![one(Role::Kvm), one(Role::Memory), one(Role::State)],
-            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top)],
-            Self::Thaw(_) => {
-                vec![one(Role::Listener), LAYERS, one(Role::Top), TAP, one(Role::Agent), one(Role::Console)]
+            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top), maybe(Role::Stderr)],
+            Self::Thaw(_) => vec![
+                one(Role::Listener),
+                LAYERS,
+                one(Role::Top),
+                TAP,
+                one(Role::Agent),
+                one(Role::Console),
+                maybe(Role::Control),
+                maybe(Role::Stderr),
+            ],
+            Self::Persist => {
+                vec![one(Role::Memory), one(Role::State), one(Role::Pagemap), maybe(Role::Control)]
             }
-            Self::Persist => vec![one(Role::Memory), one(Role::State), one(Role::Pagemap)],
-            Self::Layers => vec![LAYERS],
+            Self::Layers => vec![Want { least: 0, ..LAYERS }],
             Self::Hello | Self::Pause | Self::Resume | Self::Stats | Self::Stop => vec![],
+        };
+        if matches!(self, Self::Boot(_) | Self::Thaw(_) | Self::Freeze(_)) {
+            wants.extend(tops);
         }
+        if matches!(self, Self::Boot(_) | Self::Thaw(_) | Self::Layers) {
+            wants.extend(layers);
+        }
+        wants
     }
 }

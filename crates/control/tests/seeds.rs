@@ -1,22 +1,27 @@
-//! The fuzz target of the control socket without a fuzzer: one seed for each message, and some thousand mutations of them
-//! that are the same each time.
+//! The fuzz target of the control socket without a fuzzer: one seed for each message.
 //!
 //! The seeds are also what the messages are: a change that reads one of them otherwise needs another
 //! [`keiki_control::packet::VERSION`], and new seeds (`KEIKI_WRITE_SEEDS=1`).
 
 #[path = "../../../fuzz/bodies/control.rs"]
 mod control;
+#[path = "../../../fuzz/bodies/seeds.rs"]
+mod seeds;
 
 use keiki_control::{
-    Boot, Cpu, Devices, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape,
-    Stage, Stats, Step, Thaw, Thawed,
+    Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role,
+    Shape, Stage, Stats, Step, Thaw, Thawed,
     packet::{encode_reply, encode_request},
 };
 use std::path::{Path, PathBuf};
 
 fn messages() -> Vec<(String, Vec<u8>)> {
     let shape = Shape { vcpus: 2, memory_mib: 256 };
-    let devices = Devices { mac: [2, 0, 0, 0, 0, 1], agent_port: "agent".into() };
+    let devices = Devices {
+        mac: [2, 0, 0, 0, 0, 1],
+        agent_port: "agent".into(),
+        disks: vec![Disk { read_only: true }],
+    };
     let boot = Boot { shape, cmdline: "quiet".into(), cpu: Cpu::Baseline, devices, generation: [7; 16] };
     let requests = [
         Request::Hello,
@@ -73,25 +78,5 @@ fn seeds_are_the_messages_of_this_version() -> std::io::Result<()> {
 
 #[test]
 fn mutations_are_refused_or_understood() {
-    let seeds = messages();
-    let mut state = 0x6b65_696b_6921_u64;
-    let mut below = |limit: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 11) as usize % limit.max(1)
-    };
-    for _ in 0..20_000 {
-        let mut bytes = seeds[below(seeds.len())].1.clone();
-        for _ in 0..=below(6) {
-            let at = below(bytes.len());
-            match below(4) {
-                0 => bytes.insert(at, below(256) as u8),
-                1 if bytes.len() > 1 => drop(bytes.remove(at)),
-                2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][below(5)],
-                _ => bytes[at] ^= 1 << below(8),
-            }
-        }
-        control::run(&bytes);
-    }
+    seeds::run("control", control::run, 20_000);
 }

@@ -184,7 +184,10 @@ fn another_version_is_answered_with_a_sentence() -> Tested {
     let Reply::Failed { sentence, .. } = packet::decode_reply(&answer[..length])? else {
         panic!("no refusal")
     };
-    assert_eq!(sentence, "the other side of the control socket speaks version 200, this program version 1");
+    let here = packet::VERSION;
+    let said =
+        format!("the other side of the control socket speaks version 200, this program version {here}");
+    assert_eq!(sentence, said);
     Ok(())
 }
 
@@ -194,10 +197,10 @@ fn a_reply_with_descriptors_another_version_or_none_at_all_is_refused() -> Teste
     let null = Traced::new()?;
     let done = packet::encode_reply(&Reply::Done)?;
     let mut newer = done.clone();
-    newer[4] = 2;
+    newer[4] = 99;
     let error = answered_with(&done, &[null.as_fd()])?.expect_err("it was taken").to_string();
     assert!(error.contains("descriptors"), "{error}");
-    assert!(matches!(answered_with(&newer, &[])?, Err(ControlError::Version { theirs: 2 })));
+    assert!(matches!(answered_with(&newer, &[])?, Err(ControlError::Version { theirs: 99 })));
     assert!(null.closed_everywhere());
     let (mut client, theirs) = Client::pair()?;
     let silent = client.call(&Request::Hello, &[], Duration::from_millis(20));

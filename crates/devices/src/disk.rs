@@ -255,12 +255,18 @@ impl Disk {
         open_top(new, index, self.bytes, None)
     }
 
+    /// Writes what is in memory of the top to its file, so that others who open it see it. After this, with nothing written
+    /// meanwhile, [`Disk::switch_top`] has nothing to do that could fail.
+    pub fn finish_top(&self) -> Result<(), DiskError> {
+        match &self.chain {
+            Some(Chain::Writable(top, _)) => top.flush().map_err(DiskError::Flush),
+            _ => Err(DiskError::ReadOnly),
+        }
+    }
+
     /// Makes the top a lower layer and `new` the top. If this fails, nothing has changed.
     pub fn switch_top(&mut self, mut new: Top) -> Result<(), DiskError> {
-        match &self.chain {
-            Some(Chain::Writable(top, _)) => top.flush().map_err(DiskError::Flush)?,
-            _ => return Err(DiskError::ReadOnly),
-        }
+        self.finish_top()?;
         let Some(Chain::Writable(old, _)) = self.chain.take() else { return Err(DiskError::ReadOnly) };
         let old = Arc::new(old);
         new.overlay.set_backing(Some(Arc::clone(&old)));

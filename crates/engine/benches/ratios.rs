@@ -4,6 +4,9 @@
 //! - `create_vs_cold_boot`: boot to first guest output, over thaw of a resident template to first guest output
 //! - `pause_vs_full_copy`: writing all of a machine's memory to a file, over how long its vCPUs stood still in a freeze
 //! - `pause_growth_256m_1g`: that pause with 1 GiB of memory, over the same with 256 MiB, equal parts of it written to
+//! - `pause_fragmented_fsync`: that pause on a disk of 40,000 extents whose guest writes and flushes without end, over the
+//!   same on the same disk when it is idle
+//! - `pause_while_persisting`: that pause while the one before is written down, over the same with nothing beside it
 
 #[path = "../tests/guest/mod.rs"]
 mod guest;
@@ -16,6 +19,8 @@ use serde_json::{Value, json};
 use std::{
     fs::{self, File},
     io::Write,
+    os::unix::fs::FileExt,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -27,8 +32,13 @@ use tokio::{
 const BOOTS: usize = 3;
 const SAMPLES: usize = 10;
 const DIRTY_MIB: u32 = 64;
+/// Every second page of the disk has data: each is an extent of its own.
+const EXTENTS: u64 = 40_000;
+const PAGE: u64 = 4096;
 /// How often the guest is asked until it answers: what came before it looked at its port is lost.
 const ASK: Duration = Duration::from_millis(5);
+/// In which a load is under way.
+const SETTLED: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn shape(memory_mib: u32) -> Shape {
@@ -58,7 +68,10 @@ async fn first_output(machine: &dyn Machine) -> Result<()> {
 }
 
 async fn boot(lab: &Lab, memory_mib: u32) -> Result<(Box<dyn Machine>, f64)> {
-    let spec = BootSpec { shape: shape(memory_mib), ..lab.spec() };
+    boot_as(lab, BootSpec { shape: shape(memory_mib), ..lab.spec() }).await
+}
+
+async fn boot_as(lab: &Lab, spec: BootSpec) -> Result<(Box<dyn Machine>, f64)> {
     let resources = lab.resources()?;
     let begun = Instant::now();
     let machine = lab.engine.boot(&spec, resources).await?;
@@ -109,6 +122,65 @@ async fn pauses(lab: &Lab, memory_mib: u32) -> Result<Vec<f64>> {
     Ok(samples)
 }
 
+/// A disk in as many pieces as a disk is after years.
+fn fragmented(lab: &Lab) -> Result<PathBuf> {
+    let path = lab.dir.path().join("fragmented.raw");
+    let file = File::create(&path)?;
+    let size = (EXTENTS * 2 * PAGE).next_multiple_of(1 << 20);
+    file.set_len(size.max(u64::from(FRAGMENTED.disk_mib) << 20))?;
+    for extent in 0..EXTENTS {
+        file.write_all_at(&[0x5a; PAGE as usize], extent * 2 * PAGE)?;
+    }
+    file.sync_all()?;
+    Ok(path)
+}
+
+const FRAGMENTED: Shape = Shape { disk_mib: 320, ..guest::SHAPE };
+
+/// Pauses of a machine on a disk in pieces: idle, and under writes that are flushed each.
+async fn disk_pauses(lab: &Lab) -> Result<(Vec<f64>, Vec<f64>)> {
+    const LOAD: &str = "n=0; while :; do n=$(((n * 1103515245 + 12345) % 65536)); \
+        dd if=/dev/zero of=/dev/vda bs=4k count=4 seek=$n conv=notrunc,fsync 2>/dev/null; done & echo $!";
+    let spec = BootSpec { shape: FRAGMENTED, disk: fragmented(lab)?, ..lab.spec() };
+    let (machine, _) = boot_as(lab, spec).await?;
+    let mut guest = Guest::connect(machine).await?;
+    let pause = async |guest: &mut Guest| -> Result<f64> {
+        let (_, report) = lab.freeze(guest.machine.as_ref()).await?;
+        Ok(ms(report.vcpu_pause))
+    };
+    let (mut idle, mut loaded) = (Vec::new(), Vec::new());
+    // In turns, so that both are of chains of the same length.
+    for _ in 0..SAMPLES {
+        idle.push(pause(&mut guest).await?);
+        let load = guest.sh(LOAD).await?;
+        tokio::time::sleep(SETTLED).await;
+        loaded.push(pause(&mut guest).await?);
+        guest.sh(&format!("kill {load}; wait {load} 2>/dev/null; sync; true")).await?;
+    }
+    guest.machine.stop().await?;
+    Ok((idle, loaded))
+}
+
+/// Pauses with nothing beside them, and while the machine that was frozen before is written down.
+async fn persist_pauses(lab: &Lab) -> Result<(Vec<f64>, Vec<f64>)> {
+    let (machine, _) = boot(lab, 256).await?;
+    let mut guest = Guest::connect(machine).await?;
+    let fill = format!("dd if=/dev/urandom of=/tmp/dirty bs=1M count={DIRTY_MIB} 2>/dev/null");
+    let (mut alone, mut beside) = (Vec::new(), Vec::new());
+    for _ in 0..SAMPLES {
+        guest.sh(&fill).await?;
+        let (frozen, report) = lab.freeze(guest.machine.as_ref()).await?;
+        alone.push(ms(report.vcpu_pause));
+        guest.sh(&fill).await?;
+        let (persisted, report) = tokio::join!(frozen.persist(), lab.freeze(guest.machine.as_ref()));
+        persisted?;
+        beside.push(ms(report?.1.vcpu_pause));
+        lab.engine.close().await;
+    }
+    guest.machine.stop().await?;
+    Ok((alone, beside))
+}
+
 /// What a snapshot that copies all of memory cannot do without.
 fn full_copies(lab: &Lab) -> Result<Vec<f64>> {
     let memory = vec![0x5a_u8; 256 << 20];
@@ -145,6 +217,8 @@ async fn run(lab: &Lab) -> Result<Value> {
     let (boots, creates) = (boots(lab).await?, creates(lab).await?);
     let (small, large) = (pauses(lab, 256).await?, pauses(lab, 1024).await?);
     let copies = full_copies(lab)?;
+    let (idle, loaded) = disk_pauses(lab).await?;
+    let (alone, beside) = persist_pauses(lab).await?;
     let of = |over: &[f64], under: &[f64]| percentile(over, 50) / percentile(under, 50);
     let ratio = |name: &str, value: f64| measured(name, "ratio", &json!({}), &[value]);
     let params = |mib: u32| json!({"memory_mib": mib, "dirty_mib": DIRTY_MIB});
@@ -152,11 +226,17 @@ async fn run(lab: &Lab) -> Result<Value> {
         ratio("create_vs_cold_boot", of(&boots, &creates)),
         ratio("pause_vs_full_copy", of(&copies, &small)),
         ratio("pause_growth_256m_1g", of(&large, &small)),
+        ratio("pause_fragmented_fsync", of(&loaded, &idle)),
+        ratio("pause_while_persisting", of(&beside, &alone)),
         measured("cold_boot_first_output", "ms", &json!({"memory_mib": 256}), &boots),
         measured("create_first_output", "ms", &json!({"memory_mib": 256}), &creates),
         measured("fork_pause", "ms", &params(256), &small),
         measured("fork_pause", "ms", &params(1024), &large),
         measured("full_copy", "ms", &json!({"memory_mib": 256}), &copies),
+        measured("fork_pause", "ms", &json!({"disk_extents": EXTENTS, "load": "none"}), &idle),
+        measured("fork_pause", "ms", &json!({"disk_extents": EXTENTS, "load": "fsync"}), &loaded),
+        measured("fork_pause", "ms", &json!({"beside": "nothing"}), &alone),
+        measured("fork_pause", "ms", &json!({"beside": "persist"}), &beside),
     ];
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpu = read("/proc/cpuinfo");

@@ -123,21 +123,23 @@ impl LineageGroup {
         }
     }
 
-    /// Puts a process into the group of this name.
-    pub(crate) fn confine(&self, name: &str, pid: u32) {
+    /// Puts a process into the group of this name. One that stays in another's would end with that.
+    pub(crate) fn confine(&self, name: &str, pid: u32) -> io::Result<()> {
         let group = self.0.join(name);
-        let confined = fs::create_dir_all(&group).and_then(|()| {
-            fs::write(group.join("pids.max"), TASKS.to_string())?;
-            fs::write(group.join("cgroup.procs"), pid.to_string())
-        });
-        if let Err(error) = confined {
-            tracing::warn!(pid, %error, "a monitor runs without a task limit of its own");
-        }
+        fs::create_dir_all(&group)?;
+        fs::write(group.join("pids.max"), TASKS.to_string())?;
+        fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Removes the group of this name, if nobody is in it any more.
-    pub(crate) fn remove(&self, name: &str) {
-        remove_group(&self.0.join(name));
+    /// Ends whoever is in the group of this name, and removes it.
+    pub(crate) fn end(&self, name: &str) -> io::Result<()> {
+        let group = self.0.join(name);
+        if !group.exists() {
+            return Ok(());
+        }
+        fs::write(group.join("cgroup.kill"), "1")?;
+        remove_group(&group);
+        Ok(())
     }
 }
 
@@ -204,12 +206,15 @@ mod tests {
         fs::write(root.path().join("cgroup.controllers"), "cpu memory pids\n")?;
         let group = make().ok_or_else(|| std::io::Error::other("no group"))?;
         group.limit(1 << 30);
-        group.confine("one", 77);
+        group.confine("one", 77)?;
         let read = |name: &str| fs::read_to_string(group.0.join(name));
         assert_eq!(read("memory.max")?, (1_u64 << 30).to_string());
         assert_eq!((read("one/pids.max")?, read("one/cgroup.procs")?), ("512".into(), "77".into()));
         assert!(!read("cgroup.subtree_control")?.contains("memory"));
         assert!(fs::read_to_string(root.path().join("keiki/cgroup.subtree_control")).is_ok());
+        group.end("none")?;
+        group.end("one")?;
+        assert_eq!(read("one/cgroup.kill")?, "1");
         Ok(())
     }
 }

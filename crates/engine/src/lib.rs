@@ -132,6 +132,10 @@ pub trait Engine: Send + Sync {
     /// has ended; whatever it left in the resources is removed then.
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;
 
+    /// Every machine that an earlier process of the node left was looked for with [`Engine::adopt`]: who is not known by now
+    /// never will be.
+    fn all_adopted(&self) {}
+
     /// Ends what the engine keeps for later. Machines run on, and frozen ones can still be thawed.
     async fn close(&self);
 }

@@ -7,8 +7,8 @@
 use crate::{EngineError, Result};
 use keiki_sys::process::Process;
 use std::{
+    os::fd::OwnedFd,
     path::Path,
-    process::ChildStderr,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -45,13 +45,18 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Watches a process, and drains its standard error if we have it.
-    pub(crate) fn new(process: Arc<Process>, pipe: Option<ChildStderr>) -> Result<Self> {
+    /// Watches a process, and drains its standard error if we have it. `at_end` is called when it is gone, whether
+    /// anybody still holds this or not; never if we end first.
+    pub(crate) fn new(
+        process: Arc<Process>,
+        pipe: Option<OwnedFd>,
+        at_end: impl FnOnce() + Send + 'static,
+    ) -> Result<Self> {
         let failed = |source| EngineError::Io { what: "cannot watch the monitor".into(), source };
         let stderr = Arc::new(Mutex::new(Vec::new()));
         let drain = match pipe {
             Some(pipe) => {
-                let pipe = tokio::net::unix::pipe::Receiver::from_owned_fd(pipe.into()).map_err(failed)?;
+                let pipe = tokio::net::unix::pipe::Receiver::from_owned_fd(pipe).map_err(failed)?;
                 Some(Task(tokio::spawn(drain(pipe, Arc::clone(&stderr)))))
             }
             None => None,
@@ -61,7 +66,7 @@ impl Watched {
         #[expect(deprecated)]
         let watched = AsyncFd::with_interest(Arc::clone(&process), Interest::READABLE).map_err(failed)?;
         // Not aborted with us: whoever dies while nobody looks must still be reaped.
-        tokio::spawn(reap(watched, told));
+        tokio::spawn(reap(watched, told, at_end));
         Ok(Self { process, stderr, ended, _drain: drain })
     }
 
@@ -110,10 +115,15 @@ async fn drain(mut pipe: tokio::net::unix::pipe::Receiver, kept: Arc<Mutex<Vec<u
     }
 }
 
-async fn reap(watched: AsyncFd<Arc<Process>>, told: watch::Sender<Option<String>>) {
+async fn reap(
+    watched: AsyncFd<Arc<Process>>,
+    told: watch::Sender<Option<String>>,
+    at_end: impl FnOnce() + Send,
+) {
     loop {
         let ready = watched.readable().await;
         if let Some(how) = watched.get_ref().try_reap() {
+            at_end();
             told.send_replace(Some(how));
             return;
         }
@@ -140,5 +150,28 @@ pub(crate) fn remove_file(path: &Path) -> Result<()> {
             Err(EngineError::at("remove", path)(error))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Watched;
+    use keiki_sys::process::{Process, Setup};
+    use std::{process::Command, sync::Arc};
+
+    #[tokio::test]
+    async fn an_end_is_told_though_nobody_holds_the_process() -> Result<(), Box<dyn std::error::Error>> {
+        let (process, _) = Process::spawn(Command::new("sleep").arg("7777"), Setup::default())?;
+        let (process, (told, ended)) = (Arc::new(process), tokio::sync::oneshot::channel());
+        let of = Arc::clone(&process);
+        let watched = Watched::new(Arc::clone(&process), None, move || {
+            let _ = told.send(of.is_alive());
+        })?;
+        drop(watched);
+        tokio::task::yield_now().await;
+        assert!(process.is_alive());
+        process.kill()?;
+        assert!(!ended.await?, "it was told before the end");
+        Ok(())
     }
 }

@@ -44,6 +44,9 @@ pub(crate) struct Record {
     pub(crate) top_node: String,
     /// A top that a freeze was about to switch to.
     pub(crate) next_top: Option<String>,
+    /// It was told to read other layers than these, with the same contents; whether it does is not known.
+    #[serde(default)]
+    pub(crate) unsure: bool,
     /// Parked by its user; otherwise whoever finds it parked lets it run.
     pub(crate) paused: bool,
     /// A seat: nothing was thawed into it yet.

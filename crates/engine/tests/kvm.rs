@@ -84,6 +84,8 @@ fn lab() -> Result<Option<Lab>> {
         return Ok(None);
     };
     if let Err(error) = File::options().read(true).write(true).open("/dev/kvm") {
+        let needed = std::env::var_os("KEIKI_TEST_NEED_KVM").is_some_and(|value| !value.is_empty());
+        assert!(!needed, "KEIKI_TEST_NEED_KVM is set, and /dev/kvm does not open: {error}");
         println!("skipped: /dev/kvm does not open ({error})");
         return Ok(None);
     }
@@ -227,6 +229,7 @@ async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let parent = lab.boot().await?;
     assert_eq!(beyond(parent.as_ref(), 3).await?, 1, "it begins at one");
+    let before = last(parent.as_ref()).await;
     let frozen = lab.freeze(parent.as_ref()).await?;
     let instant = last(parent.as_ref()).await;
     beyond(parent.as_ref(), instant + 3).await?;
@@ -237,7 +240,7 @@ async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
     // A line may have been cut by the freeze.
     for child in &children {
         let first = beyond(child.as_ref(), instant + 2).await?;
-        assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+        assert!((before.saturating_sub(1)..=instant + 2).contains(&first), "{first}: {before} to {instant}");
     }
     // Of a child, while its parent and the zygote between them go.
     let grandchild = lab.freeze(children[0].as_ref()).await?;
@@ -264,6 +267,7 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let parent = lab.boot().await?;
     beyond(parent.as_ref(), 3).await?;
+    let before = last(parent.as_ref()).await;
     let frozen = lab.freeze(parent.as_ref()).await?;
     let instant = last(parent.as_ref()).await;
     parent.stop().await?;
@@ -292,7 +296,10 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
         for _ in 0..count {
             let machine = lab.thaw(frozen.as_ref()).await?;
             let first = beyond(machine.as_ref(), instant + 1).await?;
-            assert!((instant.saturating_sub(1)..=instant + 2).contains(&first), "{first}, not {instant}");
+            assert!(
+                (before.saturating_sub(1)..=instant + 2).contains(&first),
+                "{first}: {before} to {instant}"
+            );
             users.insert(status(pid(machine.as_ref())?, "Uid:")?);
             machine.stop().await?;
         }
@@ -302,7 +309,12 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     }
     // The zygote is killed behind our back: another takes its place.
     for pid in lab.processes()? {
-        Process::open(pid)?.context("gone")?.kill()?;
+        let zygote = Process::open(pid)?.context("gone")?;
+        zygote.kill()?;
+        // Its memory, by which it is found, goes before it does.
+        while zygote.is_alive() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
     }
     lab.all_gone().await?;
     let machine = lab.thaw(stored.as_ref()).await?;
@@ -317,6 +329,78 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     grandchild.stop().await?;
     lab.engine.close().await;
     lab.all_gone().await
+}
+
+/// Pages of a file that the kernel has in memory.
+fn cached(file: &std::path::Path) -> Result<u64> {
+    let output = std::process::Command::new("fincore").args(["-n", "-o", "PAGES"]).arg(file).output()?;
+    Ok(String::from_utf8(output.stdout)?.trim().parse()?)
+}
+
+/// Lets the kernel forget what it read of a file that nobody has mapped.
+fn forget(file: &std::path::Path) -> Result<()> {
+    let open = File::open(file)?;
+    open.sync_all()?;
+    rustix::fs::fadvise(&open, 0, None, rustix::fs::Advice::DontNeed)?;
+    ensure!(cached(file)? == 0, "{} pages stay", cached(file)?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 3).await?;
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    parent.stop().await?;
+    frozen.persist().await?;
+    let (dir, count) = (frozen.image().dir.clone(), last(parent.as_ref()).await);
+    let (memory, pages) = (dir.join("vm.mem"), dir.join("vm.pages"));
+    drop(frozen);
+    // A first run is looked at once, when it has run for a moment.
+    let stored = lab.engine.load(&dir, SharingScope::Node).await?;
+    let machine = lab.thaw(stored.as_ref()).await?;
+    beyond(machine.as_ref(), count + 2).await?;
+    let begun = Instant::now();
+    while !pages.exists() {
+        ensure!(begun.elapsed() < PATIENCE, "nothing is recorded");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    machine.stop().await?;
+    drop(stored);
+    lab.engine.close().await;
+    lab.all_gone().await?;
+    assert_eq!(keiki_snapshot::open(&dir)?.memory.bytes, u64::from(SHAPE.memory_mib) << 20);
+    let recorded = fs::read(&pages)?;
+
+    // On a host that has read nothing of the memory, a load reads that, before there is a machine.
+    let damaged = [&recorded[..], b"x"].concat();
+    for (content, is_read) in [(Some(&recorded), true), (None, false), (Some(&damaged), false)] {
+        match content {
+            Some(content) => fs::write(&pages, content)?,
+            None => fs::remove_file(&pages)?,
+        }
+        forget(&memory)?;
+        let engine = lab.another()?;
+        let stored = engine.load(&dir, SharingScope::Node).await?;
+        let begun = Instant::now();
+        while is_read && cached(&memory)? == 0 {
+            ensure!(begun.elapsed() < PATIENCE, "nothing is read");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if !is_read {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            assert!(!pages.exists(), "a damaged one stays, and no other is recorded");
+            assert_eq!(cached(&memory)?, 0, "who told it to read that?");
+        }
+        let machine = lab.thaw(stored.as_ref()).await?;
+        beyond(machine.as_ref(), count + 2).await?;
+        machine.stop().await?;
+        drop(stored);
+        engine.close().await;
+        lab.all_gone().await?;
+    }
+    Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -344,6 +428,7 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     child.resume().await?;
     beyond(child.as_ref(), count + 1).await?;
     assert!(engine.adopt(&three).await?.is_none());
+    assert!(!lab.processes()?.contains(&lost_pid), "it is on its way out while its files go");
     assert_eq!(fs::read_dir(&three.dir)?.count(), 1);
     let image = engine.image(&lab.fresh("f")?, SHAPE).await?;
     let (frozen, report) = machine.freeze(image).await?;
@@ -355,7 +440,153 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     for machine in [machine, child, again] {
         machine.stop().await?;
     }
-    assert!(!lab.processes()?.contains(&lost_pid));
+    lab.all_gone().await
+}
+
+/// The machine was told to read fewer layers, and the node did not live to record it: what the record names is there
+/// still, and the machine is told to read that.
+#[tokio::test(flavor = "multi_thread")]
+async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let machine = lab.boot().await?;
+    let resources = machine.resources().clone();
+    let path = resources.dir.join("machine.json");
+    let record = || -> Result<serde_json::Value> { Ok(serde_json::from_slice(&fs::read(&path)?)?) };
+    let layers = |record: &serde_json::Value| record["layers"].as_array().map_or(0, Vec::len);
+    while layers(&record()?) < 8 {
+        drop(lab.freeze(machine.as_ref()).await?);
+    }
+    // This one is too many: they are made one behind our back.
+    let aside = lab.fresh("aside")?;
+    for layer in fs::read_dir(resources.dir.join("layers"))? {
+        let layer = layer?;
+        fs::hard_link(layer.path(), aside.join(layer.file_name()))?;
+    }
+    drop(lab.freeze(machine.as_ref()).await?);
+    let begun = Instant::now();
+    let mut long = record()?;
+    // Until the last of them is removed: two layers and the top are left.
+    while fs::read_dir(resources.dir.join("layers"))?.count() > 3 {
+        ensure!(begun.elapsed() < PATIENCE, "{} layers", layers(&record()?));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop(machine);
+    for name in long["layers"].as_array().context("no layers")? {
+        let name = name["name"].as_str().context("no name")?;
+        let link = resources.dir.join("layers").join(name);
+        if !link.exists() {
+            fs::hard_link(aside.join(name), link)?;
+        }
+    }
+    long["unsure"] = true.into();
+    fs::write(&path, long.to_string())?;
+
+    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let before = record()?;
+    assert_eq!((layers(&before), &before["unsure"]), (9, &false.into()));
+    // By their number it is told whether a freeze that failed had switched the disk.
+    let mut client = keiki_control::Client::connect(&resources.run_dir.join("control.sock"))?;
+    let reply = client.call(&keiki_control::Request::Hello, &[], PATIENCE)?.reply;
+    let keiki_control::Reply::Hello(hello) = reply else { anyhow::bail!("{reply:?}") };
+    assert_eq!(hello.layers, 9);
+    let count = last(machine.as_ref()).await;
+    beyond(machine.as_ref(), count + 1).await?;
+    machine.stop().await?;
+    lab.all_gone().await
+}
+
+/// A process of the monitor's user, as one that a guest has taken over could fork.
+struct Stranger(Process);
+
+/// Are monitors in control groups here?
+fn is_grouped() -> bool {
+    fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").is_ok_and(|there| there.contains("memory"))
+}
+
+impl Stranger {
+    fn new(user: u32, of: u32) -> Result<Self> {
+        let mut command = std::process::Command::new("setpriv");
+        let ids = [format!("--reuid={user}"), format!("--regid={user}"), "--clear-groups".into()];
+        command.args(ids).args(["sleep", "7777"]);
+        let (process, _) = Process::spawn(&mut command, Default::default())?;
+        let stranger = Self(process);
+        // A child is in its parent's control group.
+        let group = fs::read_to_string(format!("/proc/{of}/cgroup"))?;
+        if is_grouped() {
+            let group = group.trim().strip_prefix("0::/").context("no control group of version 2")?;
+            let tasks = PathBuf::from("/sys/fs/cgroup").join(group).join("cgroup.procs");
+            fs::write(tasks, stranger.0.pid().to_string())?;
+        }
+        let begun = Instant::now();
+        while !keiki_sys::process::of_user(user)?.iter().any(|process| process.pid() == stranger.0.pid()) {
+            ensure!(begun.elapsed() < PATIENCE, "it does not run");
+        }
+        Ok(stranger)
+    }
+
+    async fn ends(&self) -> Result<()> {
+        let begun = Instant::now();
+        while self.0.is_alive() {
+            ensure!(begun.elapsed() < PATIENCE, "what nobody asked for outlives the machine");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.try_reap();
+    }
+}
+
+#[test]
+fn what_a_monitor_forks_unasked_goes_with_it() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root jails");
+        return Ok(());
+    }
+    // The first node's end is that of its runtime: nobody watches its machines any more.
+    let (user, left) = tokio::runtime::Runtime::new()?.block_on(unasked_in_a_first_node(&lab))?;
+    tokio::runtime::Runtime::new()?.block_on(unasked_in_a_later_node(&lab, user, left))
+}
+
+async fn unasked_in_a_first_node(lab: &Lab) -> Result<(u32, [Resources; 2])> {
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 1).await?;
+    let user = status(pid(parent.as_ref())?, "Uid:")?.split(' ').next().context("no user")?.parse()?;
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    let (child, other) = (lab.thaw(frozen.as_ref()).await?, lab.thaw(frozen.as_ref()).await?);
+    let stranger = Stranger::new(user, pid(parent.as_ref())?)?;
+    parent.stop().await?;
+    stranger.ends().await?;
+    // Relatives are no strangers.
+    let machine = lab.thaw(frozen.as_ref()).await?;
+    for machine in [&child, &other, &machine] {
+        let count = last(machine.as_ref()).await;
+        beyond(machine.as_ref(), count + 1).await?;
+    }
+    machine.stop().await?;
+    Ok((user, [&child, &other].map(|machine| machine.resources().clone())))
+}
+
+/// It does not know at once who is whose.
+async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [Resources; 2]) -> Result<()> {
+    let engine = lab.another()?;
+    let machine = engine.adopt(&one).await?.context("not found")?;
+    let stranger = Stranger::new(user, pid(machine.as_ref())?)?;
+    machine.stop().await?;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    // A control group tells whose it is.
+    assert!(is_grouped() || stranger.0.is_alive(), "ended before all were found");
+    let two = engine.adopt(&two).await?.context("a relative that was not found yet was ended")?;
+    engine.all_adopted();
+    stranger.ends().await?;
+    let count = last(two.as_ref()).await;
+    beyond(two.as_ref(), count + 1).await?;
+    two.stop().await?;
     lab.all_gone().await
 }
 
@@ -495,11 +726,20 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     assert_ne!(user(machine.as_ref())?, user(other.as_ref())?);
     let id: u32 = user(child.as_ref())?.split(' ').next().context("no user")?.parse()?;
     assert!((FIRST_USER..FIRST_USER + USERS).contains(&id));
+    let mut complaints = BTreeSet::new();
     for machine in [&machine, &child] {
         let pid = pid(machine.as_ref())?;
         for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
             assert_eq!(status(pid, set)?, "0000000000000000", "{set}");
         }
+        let stderr = fs::read_link(format!("/proc/{pid}/fd/2"))?;
+        let ours = fs::read_dir("/proc/self/fd")?.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+        assert_eq!(
+            ours.filter(|fd| *fd == stderr).count(),
+            1,
+            "nobody hears what it complains of: {stderr:?}"
+        );
+        complaints.insert(stderr);
         assert_eq!((status(pid, "NoNewPrivs:")?, status(pid, "Seccomp:")?), ("1".into(), "2".into()));
         let dir = machine.resources().dir.clone();
         for layer in fs::read_dir(dir.join("layers"))? {
@@ -508,6 +748,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         }
         UnixStream::connect(machine.agent_socket())?;
     }
+    assert_eq!(complaints.len(), 2, "one would be taken for the other's");
     // Of its base files it can write none: the layer that both have is not the inode that the parent wrote.
     let writable = writable(pid(machine.as_ref())?)?;
     for entry in fs::read_dir(frozen.image().dir.join("layers"))? {

@@ -11,7 +11,7 @@
 //! its hello arrives in the middle of a session, where HTTP/2 would take it for the rest of a frame it waits
 //! for. So a session looks for hellos too, and ends at one.
 
-use crate::{log, port::Port, service::Agent};
+use crate::{individual::uptime, log, port::Port, service::Agent};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -20,6 +20,7 @@ use keiki_protocol::{
     AGENT_PORT, MAX_CALLS,
     guest::guest_server::GuestServer,
     handshake::{HELLO_LEN, Hello, MARKER, Scanner},
+    secrets,
 };
 use std::{
     future::poll_fn,
@@ -42,8 +43,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 const STREAM_WINDOW: u32 = 128 << 10;
 /// Input in flight altogether.
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
-/// The largest message taken from the node.
-const MAX_MESSAGE: usize = 4 << 20;
+/// The largest message taken from the node: all secrets of a sandbox, and what comes with them.
+const MAX_MESSAGE: usize = secrets::MAX * secrets::MAX_BYTES + (1 << 20);
 
 /// Serves the node for ever.
 pub async fn serve(agent: Agent) {
@@ -98,7 +99,8 @@ async fn handshake(port: &Port, mut bytes: Vec<u8>, generation: u64) -> io::Resu
         {
             bytes.drain(..=at);
             if let Some(hello) = met {
-                answer(port, Hello::new(generation, hello.nonce)).await?;
+                let ours = Hello { uptime_ms: uptime(), ..Hello::new(generation, hello.nonce) };
+                answer(port, ours).await?;
             }
             continue;
         }

@@ -6,7 +6,7 @@
 use crate::tcp_table;
 use keiki_protocol::guest::{ListPortsReply, ListeningPort};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fs, io,
     net::IpAddr,
 };
@@ -53,8 +53,7 @@ fn parse(table: &str) -> Vec<Socket> {
 
 /// Number and name of the process behind each socket.
 fn owners(sockets: &[Socket]) -> HashMap<u64, (u32, String)> {
-    let mut wanted: HashMap<String, u64> =
-        sockets.iter().map(|socket| (format!("socket:[{}]", socket.inode), socket.inode)).collect();
+    let mut wanted: HashSet<u64> = sockets.iter().map(|socket| socket.inode).collect();
     let mut owners = HashMap::new();
     let mut left = DESCRIPTORS;
     let Ok(processes) = fs::read_dir("/proc") else { return owners };
@@ -67,7 +66,7 @@ fn owners(sockets: &[Socket]) -> HashMap<u64, (u32, String)> {
         for descriptor in descriptors.flatten().take(left) {
             left -= 1;
             let target = fs::read_link(descriptor.path()).unwrap_or_default();
-            if let Some(inode) = target.to_str().and_then(|target| wanted.remove(target)) {
+            if let Some(inode) = tcp_table::socket_inode(&target).filter(|inode| wanted.remove(inode)) {
                 let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
                 owners.insert(inode, (pid, name.trim_end().to_owned()));
             }

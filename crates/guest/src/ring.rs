@@ -50,10 +50,12 @@ impl Ring {
         Some((from, out))
     }
 
-    /// Forgets the bytes, not how many there were.
-    pub fn clear(&mut self) {
-        self.start = self.end();
-        self.data = VecDeque::new();
+    /// Forgets all but the last bytes, not how many there were, and gives the memory back.
+    pub fn keep_last(&mut self, count: usize) {
+        let excess = self.data.len().saturating_sub(count);
+        self.data.drain(..excess);
+        self.start += excess as u64;
+        self.data.shrink_to_fit();
     }
 }
 
@@ -73,8 +75,10 @@ mod tests {
         assert_eq!(ring.read(6, 10), None);
         ring.push(b"0123456789");
         assert_eq!(ring.read(0, 3), Some((12, b"678".to_vec())));
-        ring.clear();
-        assert_eq!((ring.end(), ring.len()), (16, 0));
+        ring.keep_last(3);
+        assert_eq!((ring.end(), ring.read(0, 10)), (16, Some((13, b"789".to_vec()))));
+        ring.keep_last(0);
+        assert_eq!((ring.end(), ring.len(), ring.data.capacity()), (16, 0, 0));
     }
 
     proptest::proptest! {

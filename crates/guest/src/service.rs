@@ -2,9 +2,9 @@
 
 use crate::{
     archive, cgroup, dial,
-    exec::{ExecError, Execs, Launched, Reader, end_user_work, event},
+    exec::{ExecError, Execs, Launched, Reader, Spooled, end_user_work, event},
     files::{self, FileError, Upload},
-    individual::{Identity, IndividualError, announce, secrets},
+    individual::{Identity, IndividualError, announce, secrets, uptime},
     log, ports,
     reaper::Reaper,
     watch,
@@ -16,16 +16,17 @@ use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
     FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
     InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
-    ListPortsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
-    RenameRequest, ResizeReply, ResizeRequest, ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest,
-    TakeSecretsReply, TakeSecretsRequest, ThawUserReply, ThawUserRequest, UnpackChunk, UnpackReply,
-    WatchEvent, WatchRequest, WriteChunk, WriteReply, exec_event::Event, guest_server::Guest,
+    ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
+    RenameRequest, ResizeReply, ResizeRequest, SealedSecrets, SecretKeyReply, SecretKeyRequest,
+    ShutdownRequest, SignalReply, SignalRequest, SymlinkRequest, ThawUserReply, ThawUserRequest, UnpackChunk,
+    UnpackReply, WatchEvent, WatchRequest, WipeSecretsRequest, WriteChunk, WriteReply, exec_event::Event,
+    guest_server::Guest,
 };
-use rustix::time::{ClockId, clock_gettime};
+use keiki_protocol::seal::{Key, Plain, seal};
 use std::{
     fs, io,
     pin::Pin,
-    sync::Arc,
+    sync::{Arc, PoisonError},
     time::{Duration, Instant},
 };
 use tokio::{
@@ -55,17 +56,43 @@ pub struct Agent {
     identity: Arc<Identity>,
     /// Some while user work is frozen: the proof that no process is being made.
     frozen: Arc<Mutex<Option<OwnedRwLockWriteGuard<()>>>>,
+    /// Opens the next secrets that come.
+    key: Arc<std::sync::Mutex<Option<Key>>>,
 }
 
 impl Agent {
     /// With no command yet, of generation 0.
     pub fn new(execs: Arc<Execs>, reaper: Arc<Reaper>) -> Self {
-        Self { execs, identity: Arc::new(Identity::new(reaper)), frozen: Arc::default() }
+        Self { execs, identity: Arc::new(Identity::new(reaper)), frozen: Arc::default(), key: Arc::default() }
     }
 
     /// Which individual this machine is.
     pub fn generation(&self) -> u64 {
         self.identity.generation()
+    }
+
+    /// What was sealed to the key that was last told, which opens nothing else.
+    fn open(&self, sealed: &SealedSecrets) -> Result<Vec<Plain>, Status> {
+        if sealed.secrets.is_empty() {
+            return Ok(vec![]);
+        }
+        let key = self.key.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let key = key.ok_or_else(|| Status::failed_precondition("secrets came without a key for them"))?;
+        key.open(sealed).map_err(|error| Status::invalid_argument(error.to_string()))
+    }
+
+    /// Takes all of a command's input at once.
+    async fn spool(&self, first: InputChunk, mut chunks: Streaming<InputChunk>) -> Answer<InputReply> {
+        let mut spooled = Spooled::default();
+        let (id, mut eof, mut next) = (first.id.clone(), false, Some(first));
+        while let Some(chunk) = next {
+            spooled.push(&chunk.data).map_err(exec_status)?;
+            eof |= chunk.eof;
+            next = chunks.message().await?;
+        }
+        let accepted = spooled.len() as u64;
+        self.execs.spool(&id, spooled, eof).await.map_err(exec_status)?;
+        Ok(Response::new(InputReply { accepted }))
     }
 
     async fn thaw(&self) -> Result<(), Status> {
@@ -86,15 +113,12 @@ impl Guest for Agent {
     type DialStream = ReceiverStream<Result<DialChunk, Status>>;
 
     async fn info(&self, _: Request<InfoRequest>) -> Answer<InfoReply> {
-        let up = clock_gettime(ClockId::Boottime);
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let uptime =
-            u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000;
         Ok(Response::new(InfoReply {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             generation: self.generation(),
-            uptime_ms: uptime,
+            uptime_ms: uptime(),
             boot_id: boot_id.trim_end().to_owned(),
             user_frozen: self.frozen.lock().await.is_some(),
             // Nothing is served before.
@@ -142,13 +166,9 @@ impl Guest for Agent {
 
     async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
         let order = request.into_inner();
-        let ack = self.identity.become_new(&order).await.map_err(|error| match error {
-            IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
-            IndividualError::Entropy(_) | IndividualError::Hostname => {
-                Status::invalid_argument(error.to_string())
-            }
-            IndividualError::Step(..) => Status::internal(log::chain(&error)),
-        })?;
+        let given = self.open(&order.secrets.clone().unwrap_or_default())?;
+        let ack = self.identity.become_new(&order, &given).await.map_err(individual_status)?;
+        drop(given);
         if order.thaw_user {
             self.thaw().await?;
         }
@@ -167,15 +187,28 @@ impl Guest for Agent {
         Ok(Response::new(ack))
     }
 
-    async fn take_secrets(&self, request: Request<TakeSecretsRequest>) -> Answer<TakeSecretsReply> {
-        let names = request.into_inner().names;
-        let secrets = secrets::take(&names).map_err(|error| failed("take the secrets of", &error))?;
-        Ok(Response::new(TakeSecretsReply { secrets }))
+    async fn secret_key(&self, request: Request<SecretKeyRequest>) -> Answer<SecretKeyReply> {
+        Identity::refresh(&request.into_inner().entropy).map_err(individual_status)?;
+        let (key, public_key) = Key::new();
+        *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key);
+        Ok(Response::new(SecretKeyReply { public_key: public_key.into() }))
     }
 
-    async fn put_secrets(&self, request: Request<PutSecretsRequest>) -> Answer<Done> {
-        let secrets = request.into_inner().secrets;
-        secrets::put_back(&secrets).map_err(|error| failed("put the secrets back of", &error))?;
+    async fn read_secrets(&self, request: Request<ReadSecretsRequest>) -> Answer<SealedSecrets> {
+        let ReadSecretsRequest { names, public_key } = request.into_inner();
+        let secrets = secrets::read(&names).map_err(|error| failed("read the secrets", &error))?;
+        let sealed = seal(&public_key, &secrets);
+        sealed.map(Response::new).map_err(|error| Status::invalid_argument(error.to_string()))
+    }
+
+    async fn wipe_secrets(&self, request: Request<WipeSecretsRequest>) -> Answer<Done> {
+        secrets::wipe(&request.into_inner().names).map_err(|error| failed("wipe the secrets", &error))?;
+        Ok(Response::new(Done {}))
+    }
+
+    async fn put_secrets(&self, request: Request<SealedSecrets>) -> Answer<Done> {
+        let secrets = self.open(&request.into_inner())?;
+        secrets::put_back(&secrets).map_err(|error| failed("put the secrets back", &error))?;
         Ok(Response::new(Done {}))
     }
 
@@ -197,6 +230,9 @@ impl Guest for Agent {
         let mut chunks = request.into_inner();
         let (mut id, mut accepted) = (String::new(), 0u64);
         while let Some(chunk) = chunks.message().await? {
+            if chunk.spool {
+                return self.spool(chunk, chunks).await;
+            }
             if id.is_empty() {
                 id = chunk.id;
             }
@@ -442,12 +478,22 @@ fn failed(what: &str, error: &io::Error) -> Status {
     Status::internal(format!("{what}: {error}"))
 }
 
+fn individual_status(error: IndividualError) -> Status {
+    match error {
+        IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
+        IndividualError::Entropy(_) | IndividualError::Hostname => {
+            Status::invalid_argument(error.to_string())
+        }
+        IndividualError::Step(..) => Status::internal(log::chain(&error)),
+    }
+}
+
 fn exec_status(error: ExecError) -> Status {
     let code = match &error {
         ExecError::Invalid(_) => Code::InvalidArgument,
         ExecError::Unknown(_) => Code::NotFound,
         ExecError::Exists(_) => Code::AlreadyExists,
-        ExecError::TooMany => Code::ResourceExhausted,
+        ExecError::TooMany | ExecError::InputFull => Code::ResourceExhausted,
         ExecError::Ended | ExecError::Taken | ExecError::Without(_) => Code::FailedPrecondition,
         ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
         ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,

@@ -1,6 +1,9 @@
 //! The kernel's tables of TCP sockets, `/proc/net/tcp` and `tcp6`.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::Path,
+};
 
 /// States, as the tables number them.
 pub const TIME_WAIT: u8 = 6;
@@ -19,6 +22,11 @@ pub struct Socket {
 /// All sockets of a table; lines that are none are passed over.
 pub fn parse(table: &str) -> impl Iterator<Item = Socket> {
     table.lines().filter_map(socket)
+}
+
+/// The inode of the socket behind a descriptor, from what its link in `/proc/PID/fd` points to.
+pub fn socket_inode(target: &Path) -> Option<u64> {
+    target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
 /// `sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode …`
@@ -48,5 +56,19 @@ fn parse_address(text: &str) -> Option<IpAddr> {
             Some(Ipv6Addr::from(bytes).into())
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::socket_inode;
+    use std::path::Path;
+
+    #[test]
+    fn only_sockets_have_an_inode() {
+        assert_eq!(socket_inode(Path::new("socket:[77]")), Some(77));
+        for other in ["pipe:[77]", "socket:[x]", "socket:77", "/socket:[77]"] {
+            assert_eq!(socket_inode(Path::new(other)), None, "{other}");
+        }
     }
 }

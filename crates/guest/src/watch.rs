@@ -2,7 +2,8 @@
 //!
 //! The kernel's own queue is the bound: whoever reads slowly lets it fill, and is told by `overflow` that events are
 //! missing. Directories are watched one by one; one that appears is watched with all that is in it already, whose
-//! creation may then be told twice, but is never missed.
+//! creation may then be told twice, but is never missed. However much is in it, it is told in steps, each once the one
+//! before has been sent.
 
 use crate::files::{FileError, absolute};
 use keiki_protocol::guest::WatchEvent;
@@ -24,8 +25,10 @@ use tonic::Status;
 
 /// Directories of one watch; the kernel may allow fewer.
 const MAX_DIRS: usize = 16_384;
-/// Events read at once.
+/// Bytes of events read at once.
 const BATCH: usize = 16 << 10;
+/// What is in new directories is told in steps of so many.
+const STEP: usize = 256;
 /// Between the two halves of a move.
 const MOVE: Duration = Duration::from_millis(10);
 
@@ -73,6 +76,10 @@ struct Watcher {
     root: PathBuf,
     recursive: bool,
     dirs: HashMap<i32, PathBuf>,
+    /// Directories that are still to be watched.
+    fresh: Vec<PathBuf>,
+    /// The one that is being looked through.
+    listing: Option<fs::ReadDir>,
     over: bool,
     drained: bool,
 }
@@ -105,10 +112,19 @@ impl Watcher {
         let root = fs::canonicalize(path).map_err(failed)?;
         let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK);
         let fd = fd.map_err(|error| failed(error.into()))?;
-        let mut watcher =
-            Self { fd, root: root.clone(), recursive, dirs: HashMap::new(), over: false, drained: true };
+        let mut watcher = Self {
+            fd,
+            root: root.clone(),
+            recursive,
+            dirs: HashMap::new(),
+            fresh: Vec::new(),
+            listing: None,
+            over: false,
+            drained: true,
+        };
         if root.is_dir() {
-            watcher.add_tree(&root, &mut Vec::new())?;
+            watcher.fresh.push(root);
+            while watcher.look(|_| true)? {}
         } else {
             let watch = inotify::add_watch(&watcher.fd, &root, OF_ALL);
             let watch = watch.map_err(|error| watcher.failed(error.into()))?;
@@ -121,34 +137,38 @@ impl Watcher {
         FileError::System { path: self.root.display().to_string(), error }
     }
 
-    /// Watches a directory and, if asked to, those below; tells what is in them.
-    fn add_tree(&mut self, top: &Path, found: &mut Vec<WatchEvent>) -> Result<(), FileError> {
-        let mut waiting = vec![top.to_owned()];
-        while let Some(dir) = waiting.pop() {
-            if self.dirs.len() >= MAX_DIRS {
-                return Err(self.too_many());
-            }
-            match inotify::add_watch(&self.fd, &dir, OF_DIRS) {
-                Ok(watch) => drop(self.dirs.insert(watch, dir.clone())),
-                // Gone again, or replaced.
-                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if dir != self.root => continue,
-                Err(Errno::NOSPC) => return Err(self.too_many()),
-                Err(error) => {
-                    return Err(FileError::System { path: dir.display().to_string(), error: error.into() });
-                }
-            }
-            if !self.recursive {
-                return Ok(());
-            }
-            for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+    /// Goes on with the directories that are still to be watched and, if asked to, those below; says what is in them as
+    /// long as `tell` wants more. False: that was all.
+    fn look(&mut self, mut tell: impl FnMut(WatchEvent) -> bool) -> Result<bool, FileError> {
+        if let Some(listing) = &mut self.listing {
+            while let Some(Ok(entry)) = listing.next() {
                 let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
-                found.push(event("created", &entry.path(), is_dir));
                 if is_dir {
-                    waiting.push(entry.path());
+                    if self.dirs.len() + self.fresh.len() >= MAX_DIRS {
+                        return Err(self.too_many());
+                    }
+                    self.fresh.push(entry.path());
                 }
+                if !tell(event("created", &entry.path(), is_dir)) {
+                    return Ok(true);
+                }
+            }
+            self.listing = None;
+        }
+        let Some(dir) = self.fresh.pop() else { return Ok(false) };
+        match inotify::add_watch(&self.fd, &dir, OF_DIRS) {
+            Ok(watch) => drop(self.dirs.insert(watch, dir.clone())),
+            // Gone again, or replaced.
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if dir != self.root => return Ok(true),
+            Err(Errno::NOSPC) => return Err(self.too_many()),
+            Err(error) => {
+                return Err(FileError::System { path: dir.display().to_string(), error: error.into() });
             }
         }
-        Ok(())
+        if self.recursive {
+            self.listing = fs::read_dir(&dir).ok();
+        }
+        Ok(true)
     }
 
     fn too_many(&self) -> FileError {
@@ -158,6 +178,7 @@ impl Watcher {
 
     /// Forgets a directory that is no longer where it was, and those below.
     fn drop_tree(&mut self, top: &Path) {
+        self.fresh.retain(|dir| !dir.starts_with(top));
         let gone = self.dirs.extract_if(|_, dir| dir.starts_with(top)).map(|(watch, _)| watch);
         for watch in gone.collect::<Vec<_>>() {
             // It may have gone by itself.
@@ -165,10 +186,22 @@ impl Watcher {
         }
     }
 
-    /// What the kernel tells now.
+    /// What is in new directories, and when all of it was told, what the kernel tells now.
     fn read(&mut self) -> Result<Vec<WatchEvent>, FileError> {
         let mut told = Vec::new();
         self.drained = false;
+        loop {
+            let more = self.look(|event| {
+                told.push(event);
+                told.len() < STEP
+            })?;
+            match (more, told.is_empty()) {
+                (false, true) => break,
+                (false, false) => return Ok(told),
+                (true, _) if told.len() >= STEP => return Ok(told),
+                (true, _) => {}
+            }
+        }
         let mut buffer = vec![MaybeUninit::uninit(); BATCH];
         let fd = self.fd.try_clone().map_err(|error| self.failed(error))?;
         let mut reader = Reader::new(fd, &mut buffer);
@@ -248,7 +281,7 @@ impl Watcher {
                     None => event("created", &path, is_dir),
                 });
                 if is_dir && self.recursive {
-                    self.add_tree(&path, told)?;
+                    self.fresh.push(path);
                 }
             }
             () if flags.contains(ReadFlags::DELETE) => told.push(event("removed", &path, is_dir)),
@@ -270,7 +303,8 @@ impl Watcher {
             self.over = true;
         } else if self.recursive {
             // Directories that appeared meanwhile; what is in them is not told anew.
-            self.add_tree(&root, &mut Vec::new())?;
+            self.fresh.push(root);
+            while self.look(|_| true)? {}
         }
         Ok(())
     }
@@ -366,6 +400,32 @@ mod tests {
         let all = all.await;
         assert!(all.contains(&"moved /x/y -> /w/".to_owned()), "{all:?}");
         assert!(all.contains(&"created /w/z/g".to_owned()), "{all:?}");
+    }
+
+    /// A directory full of things that moves in is told whole, in steps that wait for whoever listens.
+    #[tokio::test]
+    async fn however_much_appears_is_told_in_steps() {
+        const FILES: usize = 20_000;
+        let dir = tempfile::tempdir().unwrap();
+        let (root, full) = (dir.path().join("root"), dir.path().join("full"));
+        fs::create_dir(&root).unwrap();
+        fs::create_dir_all(full.join("sub")).unwrap();
+        for n in 0..FILES {
+            fs::write(full.join(if n % 2 == 0 { "" } else { "sub" }).join(n.to_string()), "").unwrap();
+        }
+        let mut watcher = super::Watcher::begin(&root, true).unwrap();
+        fs::rename(&full, root.join("full")).unwrap();
+        let (mut told, mut most) = (std::collections::HashSet::new(), 0);
+        while told.len() < FILES + 2 {
+            let step = watcher.read().unwrap();
+            most = most.max(step.len());
+            assert!(!step.is_empty(), "only {} of {FILES} were told", told.len());
+            told.extend(step.into_iter().map(|event| event.path));
+        }
+        assert!(most <= super::STEP, "{most} at once");
+        assert!(watcher.read().unwrap().is_empty(), "something was told twice");
+        fs::write(root.join("full/sub/later"), "").unwrap();
+        assert_eq!(watcher.read().unwrap().first().map(|event| event.kind.as_str()), Some("created"));
     }
 
     #[tokio::test]

@@ -8,11 +8,14 @@
 mod machine;
 
 use bytes::Bytes;
-use keiki_protocol::guest::{
-    AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
-    ListExecsRequest, MkdirRequest, PathRequest, Pty, PutSecretsRequest, ReadFileRequest, RemoveRequest,
-    RenameRequest, ResizeRequest, Secret, ShutdownRequest, SignalRequest, SymlinkRequest, TakeSecretsRequest,
-    ThawUserRequest, WriteChunk, WriteHeader, exec_event::Event,
+use keiki_protocol::{
+    guest::{
+        AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
+        ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
+        RenameRequest, ResizeRequest, SealedSecrets, SecretKeyRequest, ShutdownRequest, SignalRequest,
+        SymlinkRequest, ThawUserRequest, WipeSecretsRequest, WriteChunk, WriteHeader, exec_event::Event,
+    },
+    seal::{Key, Plain, seal},
 };
 use machine::{Client, Machine, argv, collect, id, run, shell};
 use std::time::{Duration, Instant};
@@ -261,9 +264,14 @@ async fn input_and_terminal(client: &Client) {
     let big: Bytes = (0..1_000_000u32).map(|n| n as u8).collect::<Vec<_>>().into();
     let mut chunks: Vec<InputChunk> = big
         .chunks(50_000)
-        .map(|data| InputChunk { id: name.clone(), data: Bytes::copy_from_slice(data), eof: false })
+        .map(|data| InputChunk {
+            id: name.clone(),
+            data: Bytes::copy_from_slice(data),
+            eof: false,
+            spool: false,
+        })
         .collect();
-    chunks.push(InputChunk { id: name, data: Bytes::new(), eof: true });
+    chunks.push(InputChunk { id: name, data: Bytes::new(), eof: true, spool: false });
     let mut writer = client.clone();
     let (done, reply) = tokio::join!(collect(stream), writer.input(tokio_stream::iter(chunks)));
     assert_eq!(reply.unwrap().into_inner().accepted, 1_000_000);
@@ -284,7 +292,7 @@ async fn input_and_terminal(client: &Client) {
         .resize(ResizeRequest { id: name.clone(), pty: Some(Pty { cols: 120, rows: 40 }) })
         .await
         .unwrap();
-    let typed = InputChunk { id: name, data: "hi\n".into(), eof: false };
+    let typed = InputChunk { id: name, data: "hi\n".into(), eof: false, spool: false };
     client.clone().input(tokio_stream::iter([typed])).await.unwrap();
     let done = collect(stream).await;
     let text = done.out().replace('\r', "");
@@ -296,7 +304,7 @@ async fn input_and_terminal(client: &Client) {
     tokio::time::sleep(Duration::from_millis(300)).await;
     client
         .clone()
-        .input(tokio_stream::iter([InputChunk { id: name, data: vec![3].into(), eof: false }]))
+        .input(tokio_stream::iter([InputChunk { id: name, data: vec![3].into(), eof: false, spool: false }]))
         .await
         .unwrap();
     assert_eq!(collect(stream).await.exit.code, 130, "Ctrl-C");
@@ -449,23 +457,31 @@ async fn renewal(client: &Client) {
     let third = run(client, shell(identity)).await.out();
     assert_eq!((third.lines().next(), third.lines().last()), (Some(two[0]), Some("duid")));
 
-    let secret = |name: &str, owner: &str| Secret {
+    let secret = |name: &str, owner: &str| Plain {
         name: name.into(),
-        value: name.to_owned().into(),
+        value: zeroize::Zeroizing::new(name.into()),
         owner: owner.into(),
     };
-    let given = Individual { secrets: vec![secret("ONE", ""), secret("TWO", "nobody")], ..order(11) };
-    renew(given).await.unwrap();
+    let given = sealed(client, &[secret("ONE", ""), secret("TWO", "nobody")]).await;
+    renew(Individual { secrets: Some(given.clone()), ..order(11) }).await.unwrap();
+    let again = renew(Individual { secrets: Some(given), ..order(12) }).await.unwrap_err();
+    assert!(again.message().contains("without a key"), "a key opened two messages: {again}");
+    client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
     let seen = run(client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
     assert_eq!(seen, "ONETWO400 root\n400 nobody\n");
-    let taken = client.clone().take_secrets(TakeSecretsRequest { names: vec!["ONE".into()] }).await.unwrap();
-    let taken = taken.into_inner().secrets;
+    let (key, public_key) = Key::new();
+    let one = vec!["ONE".to_owned()];
+    let read = ReadSecretsRequest { names: one.clone(), public_key: public_key.into() };
+    let read = key.open(&client.clone().read_secrets(read).await.unwrap().into_inner()).unwrap();
+    assert_eq!(read, [secret("ONE", "")]);
+    client.clone().wipe_secrets(WipeSecretsRequest { names: one }).await.unwrap();
     assert_eq!(
         run(client, shell(&names("od -An -c ONE"))).await.out().split_whitespace().collect::<String>(),
         "\\0\\0\\0"
     );
-    client.clone().put_secrets(PutSecretsRequest { secrets: taken }).await.unwrap();
+    let back = sealed(client, &read).await;
+    client.clone().put_secrets(back).await.unwrap();
     assert_eq!(run(client, shell(&names("cat ONE"))).await.out(), "ONE");
     renew(Individual { keep_secrets: vec!["TWO".into()], ..order(12) }).await.unwrap();
     assert_eq!(run(client, shell(&names("ls"))).await.out(), "TWO\n");
@@ -493,6 +509,12 @@ async fn renewal(client: &Client) {
     let left = run(client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
     assert_eq!(left, "0\n", "a hook that was given up still runs");
     println!("renewal: ok");
+}
+
+async fn sealed(client: &Client, secrets: &[Plain]) -> SealedSecrets {
+    let request = SecretKeyRequest { entropy: vec![7; 64].into() };
+    let key = client.clone().secret_key(request).await.unwrap().into_inner().public_key;
+    seal(&key, secrets).unwrap()
 }
 
 async fn freezing(client: &Client) {

@@ -216,17 +216,31 @@ impl GuestRam {
     /// # Errors
     /// Those of the call. Memory is right all the same, only slower.
     pub fn populate(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        self.advise_parts(ranges, libc::MADV_POPULATE_READ)?;
+        self.anchor();
+        Ok(())
+    }
+
+    /// Has the kernel read these parts of the memory file into its page cache, and does not wait for it.
+    ///
+    /// # Errors
+    /// Those of the call. Memory is right all the same, only slower.
+    pub fn read_ahead(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        self.advise_parts(ranges, libc::MADV_WILLNEED)
+    }
+
+    /// Advice about parts of a memory file.
+    fn advise_parts(&self, ranges: &[Range<u64>], advice: libc::c_int) -> io::Result<()> {
         for span in &self.spans {
             for range in ranges {
                 let from = range.start.clamp(span.offset, span.offset + span.len) / PAGE * PAGE;
                 let to = range.end.clamp(span.offset, span.offset + span.len).next_multiple_of(PAGE);
                 if from < to {
                     let host = span.host + (from - span.offset);
-                    self.advise(host..host + (to - from), libc::MADV_POPULATE_READ)?;
+                    self.advise(host..host + (to - from), advice)?;
                 }
             }
         }
-        self.anchor();
         Ok(())
     }
 
@@ -349,6 +363,7 @@ mod tests {
     #[test]
     fn populating_changes_nothing() {
         let ram = GuestRam::over(&ones(4 << 20)).unwrap();
+        ram.read_ahead(&[5..4097, 2 << 20..900 << 20]).unwrap();
         ram.populate(&[0..10, 1 << 20..2 << 20, 3 << 20..900 << 20]).unwrap();
         assert!((0..4_u64 << 20).step_by(4096).all(|at| byte(&ram, at) == 1));
         assert_eq!(ram.detached(), []);

@@ -50,15 +50,15 @@ impl GuestRam {
         Ok(found)
     }
 
-    /// Makes `file`, which holds the base or nothing, hold what RAM holds. Memory must stand still.
+    /// Makes `file`, which holds the base or nothing, hold what RAM holds, of which these pages are private. Memory must
+    /// stand still.
     ///
     /// # Errors
-    /// As [`GuestRam::private`], and those of writing.
-    pub fn write_private(&self, pagemap: &File, file: &File) -> Result<Written> {
-        let private = self.private(pagemap)?;
+    /// Those of writing.
+    pub fn write_private(&self, private: &[Range<u64>], file: &File) -> Result<Written> {
         let mut written = Written::default();
         let failed = Error::io("writing the memory file");
-        self.write_ranges(file, &private, &mut written).map_err(failed)?;
+        self.write_ranges(file, private, &mut written).map_err(failed)?;
         Ok(written)
     }
 

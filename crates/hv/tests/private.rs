@@ -44,7 +44,7 @@ fn written(ram: &GuestRam, over: Option<&File>) -> (Vec<u8>, keiki_hv::Written) 
     if let Some(base) = over {
         file.write_all(&read(base)).unwrap();
     }
-    let written = ram.write_private(&own_pagemap(), &file).unwrap();
+    let written = ram.write_private(&ram.private(&own_pagemap()).unwrap(), &file).unwrap();
     assert_eq!(file.metadata().unwrap().len(), SIZE);
     (read(&file), written)
 }
@@ -144,7 +144,7 @@ fn memory_of_zeroes_takes_no_room() {
     }
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(&read(&base)).unwrap();
-    let counts = ram.write_private(&own_pagemap(), &file).unwrap();
+    let counts = ram.write_private(&ram.private(&own_pagemap()).unwrap(), &file).unwrap();
     assert_eq!((counts.pages, counts.zeroed), (0, PAGES));
     assert_eq!(file.metadata().unwrap().blocks(), 0);
 }
@@ -233,7 +233,7 @@ fn swapped_pages_are_found() {
         if let Some(base) = over {
             file.write_all(&read(base)).unwrap();
         }
-        let counts = ram.write_private(&own_pagemap(), &file).unwrap();
+        let counts = ram.write_private(&ram.private(&own_pagemap()).unwrap(), &file).unwrap();
         let same = read(&file) == content(&ram);
         assert!(swapped > 0, "nothing was swapped out");
         assert_eq!((private.len() as u64, counts.pages), (PAGES.div_ceil(3), PAGES.div_ceil(3)));

@@ -1,22 +1,24 @@
-//! Makes the parts of a built-in template ahead of time: `build CACHE GUEST [TEMPLATE]`.
+//! Makes the parts of a template ahead of time: `build CACHE GUEST [TEMPLATE [DIRECTORY]]`, one that comes with the product
+//! or of that directory.
 
 use keiki_image::{Builder, Catalog};
 use std::{error::Error, path::Path, process::ExitCode, sync::Arc};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let (cache, guest, name) = match args.as_slice() {
-        [cache, guest] => (cache, guest, "base"),
-        [cache, guest, name] => (cache, guest, name.as_str()),
+    let (cache, guest, name, own) = match args.as_slice() {
+        [cache, guest] => (cache, guest, "base", None),
+        [cache, guest, name] => (cache, guest, name.as_str(), None),
+        [cache, guest, name, own] => (cache, guest, name.as_str(), Some(own.into())),
         _ => {
-            eprintln!("usage: build CACHE GUEST [TEMPLATE]");
+            eprintln!("usage: build CACHE GUEST [TEMPLATE [DIRECTORY]]");
             return ExitCode::from(2);
         }
     };
-    let spec = match Catalog::new(None).get(name) {
+    let spec = match Catalog::new(own).get(name) {
         Ok(Some(spec)) => spec,
         Ok(None) => {
-            eprintln!("no template `{name}` comes with the product");
+            eprintln!("there is no template `{name}`");
             return ExitCode::from(2);
         }
         Err(error) => {

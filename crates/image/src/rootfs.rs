@@ -55,6 +55,9 @@ const JOURNAL_MIB: u32 = 16;
 /// Where a guest looks for programs unless told otherwise.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// Seeds random numbers of Python programs anew in copies.
+const PYTHON_MODULE: &str = include_str!("../guest/keiki_generation.py");
+
 /// A finished root disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rootfs {
@@ -79,6 +82,8 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result
     spec.check()?;
     let recipe = serde_json::to_string(spec)
         .map_err(|e| Error::BadSpec { name: spec.name.clone(), reason: e.to_string() })?;
+    // The module belongs to every recipe.
+    let recipe = format!("{recipe}\n{PYTHON_MODULE}");
     let part = builder.cache.part("rootfs", &cache::key(&["rootfs", &recipe]));
     if !builder.refresh && part.is_dir() {
         return open(&part);
@@ -94,6 +99,7 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result
     if let Some(pip) = pip {
         wheels::install(builder, spec, &pip, &tree, lock)?;
     }
+    write_python_module(spec, &tree, lock)?;
     write_files(builder, spec, &tree, lock)?;
     write_environment(spec, &tree).map_err(io_error("arranging", &tree))?;
     finish_tree(&tree).map_err(io_error("arranging", &tree))?;
@@ -168,6 +174,26 @@ fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
         sources.extend(apt::host_security_mirror().map(|uri| format!("deb {uri} {suite}-security main")));
     }
     Ok(sources)
+}
+
+/// Where a tree has Python: a module in its library that every interpreter loads, those of environments made of it too.
+fn write_python_module(spec: &RootfsSpec, tree: &Path, lock: &File) -> Result<()> {
+    const NAME: &str = "keiki_generation";
+    let Some(version) = wheels::python_version(tree)? else { return Ok(()) };
+    let library = format!("usr/lib/python{version}");
+    let module = tree.join(&library).join(NAME).with_extension("py");
+    fs::write(&module, PYTHON_MODULE).map_err(io_error("writing", &module))?;
+    // Debian has this one outside of the library, with a link that is absolute.
+    let own = tree.join(format!("etc/python{version}/sitecustomize.py"));
+    let site = if own.exists() { own } else { tree.join(&library).join("sitecustomize.py") };
+    let mut file =
+        File::options().append(true).create(true).open(&site).map_err(io_error("opening", &site))?;
+    writeln!(file, "\nimport {NAME}").map_err(io_error("writing", &site))?;
+    // Compiled now: whoever is not root would compile it at each start.
+    let action = format!("compiling Python's site module of `{}`", spec.name);
+    let tool = Tool::leashed("chroot", "chroot".as_ref(), action).holding(lock)?.args([tree]);
+    let files = [NAME, "sitecustomize"].map(|name| format!("/{library}/{name}.py"));
+    tool.args(wheels::TREE_ENV).args(["python3", "-m", "py_compile"]).args(&files).output().map(drop)
 }
 
 /// Puts the recipe's own files into the tree: from inside, where no link leads out of it.

@@ -25,7 +25,7 @@ const GLIBC_MINOR: u32 = 36;
 /// Where wheels lie in the tree while they are installed.
 const INSIDE: &str = "tmp/wheels";
 /// Environment in the tree: nothing of the host's gets in.
-const TREE_ENV: [&str; 5] =
+pub(crate) const TREE_ENV: [&str; 5] =
     ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"];
 
 /// Makes the environment in `tree`.
@@ -36,7 +36,11 @@ pub(crate) fn install(
     tree: &Path,
     lock: &File,
 ) -> Result<()> {
-    let wheels = download(builder, spec, pip, &python_version(spec, tree)?, lock)?;
+    let python = python_version(tree)?.ok_or_else(|| Error::BadSpec {
+        name: spec.name.clone(),
+        reason: format!("release {} has no Python 3 for its wheels", spec.suite),
+    })?;
+    let wheels = download(builder, spec, pip, &python, lock)?;
     let inside = tree.join(INSIDE);
     fs::create_dir_all(&inside).map_err(io_error("creating", &inside))?;
     for wheel in files(&wheels)? {
@@ -162,18 +166,18 @@ pub(crate) fn host_pip(builder: &Builder, lock: &File) -> Result<PathBuf> {
 }
 
 /// `3.11` where the tree has `/usr/lib/python3.11`.
-fn python_version(spec: &RootfsSpec, tree: &Path) -> Result<String> {
+pub(crate) fn python_version(tree: &Path) -> Result<Option<String>> {
     let lib = tree.join("usr/lib");
-    let names = fs::read_dir(&lib).map_err(io_error("listing", &lib))?;
+    let names = match fs::read_dir(&lib) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        names => names.map_err(io_error("listing", &lib))?,
+    };
     let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let mut versions = names.filter_map(|name| {
         let version = name.strip_prefix("python")?;
         version.starts_with("3.").then(|| version.to_owned())
     });
-    versions.next().ok_or_else(|| Error::BadSpec {
-        name: spec.name.clone(),
-        reason: format!("release {} has no Python 3 for its wheels", spec.suite),
-    })
+    Ok(versions.next())
 }
 
 /// Says a hash for everything: then nothing else is taken.

@@ -51,6 +51,9 @@ fn template_base() {
     assert_eq!(debugfs(raw, "cat /etc/machine-id"), "");
     assert!(!debugfs(raw, "ls -p /etc").contains("/resolv.conf/"));
     assert!(debugfs(raw, "stat /usr/bin/python").contains("python3"));
+    assert!(debugfs(raw, "cat /etc/python3.11/sitecustomize.py").ends_with("\nimport keiki_generation\n"));
+    let compiled = debugfs(raw, "ls -p /usr/lib/python3.11/__pycache__");
+    assert!(compiled.contains("/keiki_generation.cpython-311.pyc/"), "it is compiled at each start");
     // One line each, /INODE/MODE/…: nothing but directories there, the guest's devtmpfs has the nodes.
     let devices = debugfs(raw, "ls -p /dev");
     assert!(

@@ -141,12 +141,10 @@ impl InGuest {
     fn ends_with_caller(&self) -> bool {
         self.ends_with_caller.load(Ordering::Acquire)
     }
-}
 
-#[async_trait::async_trait]
-impl ControlInner for InGuest {
-    async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
-        let chunk = |data, eof| InputChunk { id: self.id.clone(), data, eof };
+    /// `spool`: the guest keeps it until the command reads it, and nobody waits for that.
+    async fn send_input(&self, data: &Bytes, eof: bool, spool: bool) -> Result<()> {
+        let chunk = |data, eof| InputChunk { id: self.id.clone(), data, eof, spool };
         let mut chunks: Vec<InputChunk> =
             data.chunks(INPUT_CHUNK).map(|part| chunk(data.slice_ref(part), false)).collect();
         if eof || chunks.is_empty() {
@@ -154,6 +152,13 @@ impl ControlInner for InGuest {
         }
         let sent = self.using.live.guest.client().await.input(futures::stream::iter(chunks)).await;
         sent.map(drop).map_err(|status| refusal(&status))
+    }
+}
+
+#[async_trait::async_trait]
+impl ControlInner for InGuest {
+    async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
+        self.send_input(&data, eof, false).await
     }
 
     async fn signal(&self, signal: i32) -> Result<()> {

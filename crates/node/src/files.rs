@@ -17,6 +17,7 @@ use keiki_types::{
     SandboxId,
     api::{FsChange, FsEntry},
 };
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::{Status, Streaming, transport::Channel};
 
 /// Longest path that is passed on, as in Linux.
@@ -40,6 +41,7 @@ impl Node {
     pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
         let path = checked(path)?;
         let using = self.inner.begin(id).await?;
+        let held = using.live.guest.stream()?;
         let request = ReadFileRequest { path, offset: 0, limit: 0 };
         let read = using.call(request, |mut guest, request| async move { guest.read_file(request).await });
         let mut stream = read.await?;
@@ -48,7 +50,7 @@ impl Node {
             Err(status) => return Err(using.explain(refusal(&status)).await),
         };
         let (size, mode) = (first.size, first.mode);
-        Ok(Reading { size, mode, chunks: contents(using, first, stream) })
+        Ok(Reading { size, mode, chunks: contents(using, held, first, stream) })
     }
 
     /// Writes a file. Makes missing parents; the old file stays until the new one is whole.
@@ -65,6 +67,7 @@ impl Node {
         let header =
             WriteHeader { path: checked(path)?, mode: mode.unwrap_or(0), parents: true, user: String::new() };
         let using = self.inner.begin(id).await?;
+        let _held = using.live.guest.stream()?;
         let mut first = Some(header);
         // An upload that breaks off is never committed.
         let (chunks, broken) = upload::messages(data, move |piece| WriteChunk {
@@ -199,15 +202,20 @@ pub fn checked(path: &str) -> Result<Bytes> {
     Ok(path.to_owned().into())
 }
 
-/// The rest of a file behind its first chunk. The use lasts as long as the reading.
-fn contents(using: Use, first: FileChunk, stream: Streaming<FileChunk>) -> BoxStream<'static, Result<Bytes>> {
-    let rest = futures::stream::unfold((using, stream), |(using, mut stream)| async move {
+/// The rest of a file behind its first chunk. The use and its place among the streams last as long as the reading.
+fn contents(
+    using: Use,
+    held: OwnedSemaphorePermit,
+    first: FileChunk,
+    stream: Streaming<FileChunk>,
+) -> BoxStream<'static, Result<Bytes>> {
+    let rest = futures::stream::unfold((using, held, stream), |(using, held, mut stream)| async move {
         let chunk = stream.message().await.transpose()?;
         let chunk = match chunk {
             Ok(chunk) => Ok(chunk.data),
             Err(status) => Err(using.explain(refusal(&status)).await),
         };
-        Some((chunk, (using, stream)))
+        Some((chunk, (using, held, stream)))
     });
     futures::stream::once(async move { Ok(first.data) }).chain(rest).boxed()
 }

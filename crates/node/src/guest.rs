@@ -1,9 +1,17 @@
 //! The node's end of the agent channel: connect, release, and calls that survive a broken connection.
 
-use crate::error::{Error, Result};
-use keiki_protocol::guest::{
-    FlushRequest, FreezeUserRequest, Individual, PutSecretsRequest, Secret, TakeSecretsRequest,
-    ThawUserRequest, guest_client::GuestClient,
+use crate::{
+    clock::Clock,
+    error::{Error, Result},
+};
+use keiki_protocol::{
+    client::Met,
+    guest::{
+        FlushRequest, FreezeUserRequest, Individual, InfoRequest, ReadSecretsRequest, SealedSecrets,
+        SecretKeyRequest, ThawUserRequest, WipeSecretsRequest, guest_client::GuestClient,
+    },
+    handshake::SEALED_SECRETS,
+    seal::{Key, Plain, SealError, seal},
 };
 use keiki_types::Origin;
 use rand::RngCore;
@@ -13,7 +21,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 use tokio::{
     net::UnixStream,
@@ -33,10 +41,29 @@ const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
 const FREEZE_LIMIT_MS: u32 = 5_000;
+/// A round trip this short tells the guest's clock well enough; of longer ones, the shortest of so many.
+const CLOCK_ROUND: Duration = Duration::from_millis(30);
+const CLOCK_TRIES: usize = 4;
 /// Steps of the gate that a guest may tell of.
 const STEPS: usize = 16;
 /// Bytes of fresh entropy each new individual gets.
 const ENTROPY_BYTES: usize = 256;
+
+/// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take long to arrive on a busy
+/// host; these are as far apart as half of a round trip at most.
+#[derive(Debug, Clone, Copy)]
+struct Clocks {
+    unix: Duration,
+    uptime_ms: u64,
+}
+
+impl Clocks {
+    /// Of the middle of a round trip that has ended.
+    fn between(asked: Instant, answered: Instant, uptime_ms: u64) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self { unix: now.saturating_sub(answered.elapsed() + (answered - asked) / 2), uptime_ms }
+    }
+}
 
 /// How long a guest may take.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +114,7 @@ impl NewIdentity {
 #[derive(Debug, Clone, Default)]
 pub struct Secrets {
     /// New ones.
-    pub give: Vec<Secret>,
+    pub give: Vec<Plain>,
     /// Names.
     pub keep: Vec<String>,
 }
@@ -96,6 +123,9 @@ pub struct Secrets {
 pub struct GuestLink {
     socket: PathBuf,
     generation: u64,
+    /// Of the protocol: the older of the agent's and ours.
+    version: u16,
+    clocks: Option<Clocks>,
     limits: Limits,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
     streams: Arc<Semaphore>,
@@ -112,11 +142,16 @@ impl GuestLink {
     }
 
     async fn connect_within(limits: Limits, socket: &Path, generation: u64) -> Result<Self> {
-        let client = tokio::sync::Mutex::new(open(socket, generation, limits.connect).await?);
+        let (client, met) = open(socket, generation, limits.connect).await?;
+        let is_quick = met.answered - met.asked < CLOCK_ROUND && met.hello.uptime_ms > 0;
+        let clocks = is_quick.then(|| Clocks::between(met.asked, met.answered, met.hello.uptime_ms));
+        let client = tokio::sync::Mutex::new(client);
         let streams = Arc::new(Semaphore::new(MAX_STREAMS));
         Ok(Self {
             socket: socket.into(),
             generation,
+            version: met.hello.agree().unwrap_or_default(),
+            clocks,
             limits,
             client,
             streams,
@@ -152,7 +187,7 @@ impl GuestLink {
                 anyhow::anyhow!("it has ended"),
             ));
         }
-        *client = open(&self.socket, self.generation, self.limits.connect).await?;
+        (*client, _) = open(&self.socket, self.generation, self.limits.connect).await?;
         Ok(client.clone())
     }
 
@@ -210,35 +245,68 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("freeze its processes", status))
     }
 
-    /// Takes secrets out of the machine, while its user processes stand still. None to take: no call.
+    /// Reads secrets of the machine, while its user processes stand still.
     ///
     /// # Errors
     /// If the guest does not hand them over.
-    pub async fn take_secrets(&self, names: Vec<String>) -> Result<Vec<Secret>> {
-        if names.is_empty() {
-            return Ok(Vec::new());
-        }
-        // Not repeated: the first time may have taken them.
+    pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
+        self.seals()?;
+        let (key, public_key) = Key::new();
+        let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
+        // Not repeated: the answer of another time is sealed to the same key, which opens one.
         let mut client = self.client().await;
-        let taken =
-            within(self.limits.call, client.take_secrets(limited(TakeSecretsRequest { names }))).await;
-        Ok(taken.map_err(|status| failed("hand its secrets over", status))?.into_inner().secrets)
+        let read = within(self.limits.call, client.read_secrets(limited(request))).await;
+        let read = read.map_err(|status| failed("hand its secrets over", status))?.into_inner();
+        key.open(&read).map_err(|error| unsealed("hand its secrets over", error))
     }
 
-    /// Puts them back.
+    /// Overwrites them where they lie.
+    ///
+    /// # Errors
+    /// If the guest does not.
+    pub async fn wipe_secrets(&self, names: &[String]) -> Result<()> {
+        let call = self.call(|mut guest| {
+            let request = limited(WipeSecretsRequest { names: names.to_vec() });
+            async move { guest.wipe_secrets(request).await }
+        });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("wipe its secrets", status))
+    }
+
+    /// Writes them into their files again.
     ///
     /// # Errors
     /// If the guest does not take them.
-    pub async fn put_secrets(&self, secrets: Vec<Secret>) -> Result<()> {
+    pub async fn put_secrets(&self, secrets: &[Plain]) -> Result<()> {
+        let sealed = self.sealed(secrets).await?;
+        // Not repeated over a new connection: the guest's key opens one message.
+        let mut client = self.client().await;
+        let done = within(self.limits.call, client.put_secrets(limited(sealed))).await;
+        done.map(drop).map_err(|status| failed("take its secrets back", status))
+    }
+
+    /// Secrets as they may cross the channel: sealed to a key that the guest makes for them. None: no call.
+    async fn sealed(&self, secrets: &[Plain]) -> Result<SealedSecrets> {
         if secrets.is_empty() {
+            return Ok(SealedSecrets::default());
+        }
+        self.seals()?;
+        let mut client = self.client().await;
+        let asked = client.secret_key(limited(SecretKeyRequest { entropy: entropy().into() }));
+        let key = within(self.limits.call, asked).await;
+        let key = key.map_err(|status| failed("make a key for its secrets", status))?.into_inner();
+        seal(&key.public_key, secrets).map_err(|error| unsealed("make a key for its secrets", error))
+    }
+
+    fn seals(&self) -> Result<()> {
+        if self.version >= SEALED_SECRETS {
             return Ok(());
         }
-        let call = self.call(|mut guest| {
-            let request = limited(PutSecretsRequest { secrets: secrets.clone() });
-            async move { guest.put_secrets(request).await }
-        });
-        let done = within(self.limits.call, call).await;
-        done.map(drop).map_err(|status| failed("take its secrets back", status))
+        Err(Error::Conflict(
+            "the agent of this sandbox is older than this node and takes no secrets: make the sandbox anew from a \
+             template built by this node"
+                .into(),
+        ))
     }
 
     /// Lets them go on.
@@ -251,28 +319,69 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("thaw its processes", status))
     }
 
-    /// Makes the copy a new individual and lets its user processes go on; returns the guest's own step times once it acknowledged.
+    /// The clocks, as the handshake had them if that was quick. Else it is asked, which takes a guest that has just
+    /// been thawed longer.
+    async fn clocks(&self) -> Result<Clocks> {
+        if let Some(clocks) = self.clocks {
+            return Ok(clocks);
+        }
+        let mut best: Option<(Duration, Clocks)> = None;
+        for _ in 0..CLOCK_TRIES {
+            let mut client = self.client().await;
+            let begun = Instant::now();
+            let info = within(self.limits.call, client.info(limited(InfoRequest {}))).await;
+            let ended = Instant::now();
+            let round = ended - begun;
+            let info = info.map_err(|status| failed("take on its new identity", status))?.into_inner();
+            if best.is_none_or(|(quickest, _)| round < quickest) {
+                best = Some((round, Clocks::between(begun, ended, info.uptime_ms)));
+            }
+            if round < CLOCK_ROUND {
+                break;
+            }
+        }
+        let now = Instant::now();
+        Ok(best.map_or_else(|| Clocks::between(now, now, 0), |(_, clocks)| clocks))
+    }
+
+    /// Makes the copy a new individual, and lets its user processes go on once it has said so: in a call of their own, for
+    /// a guest that does not say so is to run nothing.
+    ///
+    /// # Errors
+    /// If it does not acknowledge exactly this generation, or does not go on: the copy must not be released then.
+    pub async fn release(&self, new: NewIdentity, clock: &mut Clock) -> Result<()> {
+        for (step, took) in self.individualize(new).await? {
+            clock.note(&format!("guest:{step}"), took);
+        }
+        clock.lap("individualize");
+        self.thaw_user().await?;
+        clock.lap("thaw_user");
+        Ok(())
+    }
+
+    /// Makes the copy a new individual; returns the guest's own step times once it acknowledged. User processes still stand.
     ///
     /// # Errors
     /// If it does not acknowledge exactly this generation: the copy must not be released then.
     pub async fn individualize(&self, new: NewIdentity) -> Result<Vec<(String, Duration)>> {
-        let mut entropy = vec![0; ENTROPY_BYTES];
-        rand::rng().fill_bytes(&mut entropy);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let secrets = self.sealed(&new.secrets.give).await?;
+        let clocks = self.clocks().await?;
         let individual = Individual {
             generation: self.generation,
-            entropy: entropy.into(),
-            unix_nanos: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
+            entropy: entropy().into(),
+            unix_nanos: u64::try_from(clocks.unix.as_nanos()).unwrap_or(u64::MAX),
             hostname: new.hostname,
             reason: new.origin.as_str().into(),
-            thaw_user: true,
+            // Only once the acknowledgement was found right.
+            thaw_user: false,
             sandbox_id: new.id,
             parent_sandbox_id: new.parent_sandbox_id,
             parent_snapshot_id: new.parent_snapshot_id,
-            secrets: new.secrets.give,
+            secrets: Some(secrets),
             keep_secrets: new.secrets.keep,
             is_new: new.origin != Origin::Wake,
             run_hooks: !new.is_bake,
+            uptime_ms: clocks.uptime_ms,
         };
         // Not repeated over a new connection: the guest refuses a generation it already has.
         let mut client = self.client().await;
@@ -357,11 +466,21 @@ fn failed(what: &str, status: Status) -> Error {
     Error::internal(format!("the guest did not {what}: {why}"), anyhow::Error::new(quoted(&status)))
 }
 
-async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<GuestClient<Channel>> {
+fn unsealed(what: &str, error: SealError) -> Error {
+    failed(what, Status::internal(error.to_string()))
+}
+
+/// Randomness for a guest.
+fn entropy() -> Vec<u8> {
+    let mut bytes = vec![0; ENTROPY_BYTES];
+    rand::rng().fill_bytes(&mut bytes);
+    bytes
+}
+
+async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(GuestClient<Channel>, Met)> {
     let connecting = async {
         let stream = UnixStream::connect(socket).await?;
-        let (client, _) = keiki_protocol::client::connect(stream, generation, limit).await?;
-        anyhow::Ok(client)
+        anyhow::Ok(keiki_protocol::client::connect(stream, generation, limit).await?)
     };
     connecting.await.map_err(|cause| Error::internal("the guest's agent does not answer", cause))
 }

@@ -12,6 +12,7 @@ pub mod exec;
 pub mod files;
 mod guest;
 pub mod http;
+mod key;
 mod lifecycle;
 mod locks;
 mod metrics;

@@ -6,7 +6,7 @@
 //! between the two cannot be, and a request that failed leaves no name behind: sending it again tries again. Of two
 //! at the same time the second waits for the first.
 
-use crate::records::RequestRecord;
+use crate::{key::Secret, records::RequestRecord};
 use serde::Serialize;
 
 /// A request with a name.
@@ -20,12 +20,12 @@ impl Once {
     /// The request `what` (its route) with these contents, under the name `name` that `caller` gave it. Callers
     /// do not share names.
     #[must_use]
-    pub fn new(caller: &str, name: &str, what: &str, contents: &impl Serialize) -> Self {
+    pub fn new(secret: &Secret, caller: &str, name: &str, what: &str, contents: &impl Serialize) -> Self {
         // Contents are plain data, which always serialises; the route alone would still tell requests apart.
         let contents = serde_json::to_vec(contents).unwrap_or_default();
         Self {
-            key: digest(&[caller.as_bytes(), name.as_bytes()]),
-            asked: digest(&[what.as_bytes(), &contents]),
+            key: digest(secret, &[caller.as_bytes(), name.as_bytes()]),
+            asked: digest(secret, &[what.as_bytes(), &contents]),
         }
     }
 
@@ -49,9 +49,10 @@ impl Once {
     }
 }
 
-/// One digest of several texts, none of which can pass for a part of its neighbour.
-fn digest(parts: &[&[u8]]) -> String {
-    let mut hasher = blake3::Hasher::new();
+/// One digest of several texts, none of which can pass for a part of its neighbour. A request may hold what can be
+/// guessed: without the node's secret nobody tells from a digest whether a guess is right.
+fn digest(secret: &Secret, parts: &[&[u8]]) -> String {
+    let mut hasher = blake3::Hasher::new_keyed(secret);
     for part in parts {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
     }
@@ -64,17 +65,23 @@ mod tests {
 
     #[test]
     fn caller_and_name_make_the_key_route_and_contents_the_request() {
-        let once = Once::new("ab", "c", "/v1/sandboxes", &1);
+        let new = |caller: &str, name: &str, what: &str, contents: &i32| {
+            Once::new(&[1; 32], caller, name, what, contents)
+        };
+        let once = new("ab", "c", "/v1/sandboxes", &1);
         let record = once.made(["m"]);
         assert_eq!(record.key, once.key());
         for (other, same_key, same_request) in [
-            (Once::new("ab", "c", "/v1/sandboxes", &1), true, true),
-            (Once::new("ab", "c", "/v1/sandboxes", &2), true, false),
-            (Once::new("ab", "c", "/v1/sandboxes/x/fork", &1), true, false),
-            (Once::new("a", "bc", "/v1/sandboxes", &1), false, true),
-            (Once::new("ab", "d", "/v1/sandboxes", &1), false, true),
+            (new("ab", "c", "/v1/sandboxes", &1), true, true),
+            (new("ab", "c", "/v1/sandboxes", &2), true, false),
+            (new("ab", "c", "/v1/sandboxes/x/fork", &1), true, false),
+            (new("a", "bc", "/v1/sandboxes", &1), false, true),
+            (new("ab", "d", "/v1/sandboxes", &1), false, true),
         ] {
             assert_eq!((other.key() == once.key(), other.is(&record)), (same_key, same_request), "{other:?}");
         }
+        // Of another node nothing fits.
+        let other = Once::new(&[2; 32], "ab", "c", "/v1/sandboxes", &1);
+        assert!(other.key() != once.key() && !other.is(&record));
     }
 }

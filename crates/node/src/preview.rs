@@ -4,20 +4,17 @@
 //! by a secret of this node, together with the sandbox and port that it is for. It opens that one port and nothing
 //! of the API. Nothing is recorded for it, so it cannot be called back before its time: keep times short.
 
-use crate::error::{Error, Result};
-use anyhow::Context;
+use crate::{
+    error::{Error, Result},
+    key::{self, Secret},
+};
 use keiki_types::SandboxId;
-use rand::RngCore;
 use std::{
-    fs, io,
-    io::Write,
-    os::unix::fs::OpenOptionsExt,
     path::Path,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-const SECRET: usize = 32;
 /// A name in the domain has this before it: `65535-`, an id and a dot. A whole name has 253 characters.
 const LONGEST_SUFFIX: usize = 253 - 6 - 36 - 1;
 
@@ -29,7 +26,7 @@ pub struct Previews {
 
 struct Inner {
     suffix: String,
-    secret: [u8; SECRET],
+    secret: Secret,
     open: bool,
 }
 
@@ -49,7 +46,7 @@ impl Previews {
     /// If the suffix is no domain, or the secret can be neither read nor made.
     pub fn open(path: &Path, suffix: &str, open: bool) -> Result<Self> {
         let suffix = checked(suffix)?;
-        let secret = secret(path).map_err(|cause| {
+        let secret = key::secret(path).map_err(|cause| {
             Error::internal(
                 format!("cannot read or make the secret of previews in {}", path.display()),
                 cause,
@@ -120,24 +117,6 @@ fn checked(suffix: &str) -> Result<String> {
     Err(Error::Invalid(format!(
         "preview suffix {suffix:?} is no domain name: it must be like preview.example.com"
     )))
-}
-
-fn secret(path: &Path) -> anyhow::Result<[u8; SECRET]> {
-    match fs::read(path) {
-        Ok(bytes) => bytes.try_into().ok().context("it is damaged: remove it, and links that were made end"),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let mut secret = [0; SECRET];
-            rand::rng().fill_bytes(&mut secret);
-            let new = path.with_extension("new");
-            let mut options = fs::OpenOptions::new();
-            let mut file = options.create(true).truncate(true).write(true).mode(0o600).open(&new)?;
-            file.write_all(&secret)?;
-            file.sync_all()?;
-            fs::rename(&new, path)?;
-            Ok(secret)
-        }
-        Err(error) => Err(error.into()),
-    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use keiki_sys::failpoint;
 use keiki_types::{
     EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
-    api::{self, Timings, secrets::Fates},
+    api::{self, Stale, Timings, secrets::Fates},
 };
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -15,6 +15,7 @@ use std::{
     collections::BTreeMap,
     path::Path,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
@@ -70,6 +71,9 @@ pub struct SandboxRecord {
     /// Names of its secrets, and what becomes of each in copies. Values are the guest's alone.
     #[serde(default)]
     pub secrets: BTreeMap<String, Fates>,
+    /// Release of the kernel in it.
+    #[serde(default)]
+    pub kernel: String,
 }
 
 /// A snapshot as recorded.
@@ -101,12 +105,21 @@ pub struct SnapshotRecord {
     /// Secrets that the sandbox had, and what becomes of each.
     #[serde(default)]
     pub secrets: BTreeMap<String, Fates>,
+    /// Release of the kernel in it.
+    #[serde(default)]
+    pub kernel: String,
 }
 
 impl SnapshotRecord {
+    /// How long ago it was taken, by this host's clock.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        (OffsetDateTime::now_utc() - self.created_at).try_into().unwrap_or_default()
+    }
+
     /// As the API shows it.
     #[must_use]
-    pub fn view(&self) -> api::Snapshot {
+    pub fn view(&self, stale: Vec<Stale>) -> api::Snapshot {
         api::Snapshot {
             id: self.id,
             sandbox_id: self.sandbox_id,
@@ -118,6 +131,9 @@ impl SnapshotRecord {
             parent_snapshot_id: self.parent_snapshot_id,
             engine: self.engine,
             metadata: self.metadata.clone(),
+            age_seconds: self.age().as_secs(),
+            kernel: self.kernel.clone(),
+            stale,
             timings: None,
         }
     }
@@ -145,6 +161,9 @@ pub struct TemplateRecord {
     pub engine: EngineKind,
     /// Cold boot to ready when it was baked, in ms.
     pub cold_boot_ms: f64,
+    /// Release of the kernel in it.
+    #[serde(default)]
+    pub kernel: String,
 }
 
 /// A request that its caller gave a name, and what it made. It is written together with what was made, so one is
@@ -246,18 +265,26 @@ impl Records {
     /// # Errors
     /// If the database cannot be written.
     pub async fn put_made<R: Row>(&self, rows: Vec<R>, request: Option<RequestRecord>) -> Result<()> {
+        self.put_all(rows, Vec::<R>::new(), request).await
+    }
+
+    /// As [`Records::put_made`], with rows of two kinds.
+    ///
+    /// # Errors
+    /// If the database cannot be written.
+    pub async fn put_all<R: Row, S: Row>(
+        &self,
+        rows: Vec<R>,
+        more: Vec<S>,
+        request: Option<RequestRecord>,
+    ) -> Result<()> {
         self.run(move |inner| {
             let transaction = inner.connection.transaction()?;
             if let Some(request) = &request {
                 remember(&transaction, request, OffsetDateTime::now_utc())?;
             }
-            for row in &rows {
-                let doc = serde_json::to_string(row)?;
-                transaction.execute(
-                    &format!("INSERT OR REPLACE INTO {} (key, doc) VALUES (?1, ?2)", R::TABLE),
-                    params![row.key(), doc],
-                )?;
-            }
+            write(&transaction, &rows)?;
+            write(&transaction, &more)?;
             transaction.commit()?;
             failpoint::reach(R::TABLE);
             Ok(())
@@ -382,6 +409,16 @@ impl Records {
     }
 }
 
+fn write<R: Row>(transaction: &rusqlite::Transaction, rows: &[R]) -> anyhow::Result<()> {
+    for row in rows {
+        transaction.execute(
+            &format!("INSERT OR REPLACE INTO {} (key, doc) VALUES (?1, ?2)", R::TABLE),
+            params![row.key(), serde_json::to_string(row)?],
+        )?;
+    }
+    Ok(())
+}
+
 fn remember(
     transaction: &rusqlite::Transaction,
     request: &RequestRecord,
@@ -422,6 +459,7 @@ mod tests {
             generation: 1,
             engine: EngineKind::Qemu,
             cold_boot_ms: 0.0,
+            kernel: String::new(),
         }
     }
 

@@ -26,18 +26,18 @@ use tonic::transport::Channel;
 /// Parts how a machine ended from what its guest said last, in a record's `error`.
 pub const CONSOLE_MARK: &str = "; the console ends with:\n";
 
-/// A sandbox that the node knows.
-pub struct Sandbox {
+/// A sandbox that the node knows. `L` is its machine: who may do what when does not depend on what that is.
+pub struct Sandbox<L = Live> {
     /// Id.
     pub id: SandboxId,
     /// Held by the one verb that is changing it.
     pub verb: Arc<tokio::sync::Mutex<()>>,
-    state: Mutex<State>,
+    state: Mutex<State<L>>,
 }
 
-struct State {
+struct State<L> {
     record: SandboxRecord,
-    live: Option<Arc<Live>>,
+    live: Option<Arc<L>>,
     gate: Gate,
 }
 
@@ -54,10 +54,10 @@ pub struct Live {
 }
 
 /// A use under way: as long as it exists the sandbox is not idle.
-pub struct Use {
-    sandbox: Arc<Sandbox>,
+pub struct Use<L = Live> {
+    sandbox: Arc<Sandbox<L>>,
     /// The machine it may use.
-    pub live: Arc<Live>,
+    pub live: Arc<L>,
 }
 
 /// How long the node may take to notice that a machine has ended.
@@ -113,26 +113,36 @@ impl Use {
     }
 }
 
-impl Drop for Use {
+impl<L> Drop for Use<L> {
     fn drop(&mut self) {
         self.sandbox.state().gate.depart(Instant::now());
     }
 }
 
-/// What [`Sandbox::begin`] found.
-pub enum Begin {
+/// What [`Sandbox::arrive`] found.
+enum Begin<L> {
     /// Go ahead.
-    Go(Use),
+    Go(Use<L>),
     /// It must be woken first.
     WakeFirst,
     /// It is being hibernated: ask again when its verb is done.
     Wait,
 }
 
-impl Sandbox {
+/// What the sweeper has claimed.
+pub struct Claim {
+    /// To be done now.
+    pub verdict: Sweep,
+    /// What it was until then.
+    pub before: Status,
+    /// Held until that is done.
+    pub verb: tokio::sync::OwnedMutexGuard<()>,
+}
+
+impl<L> Sandbox<L> {
     /// A sandbox as recorded, with its machine if it has one.
     #[must_use]
-    pub fn new(record: SandboxRecord, live: Option<Arc<Live>>) -> Arc<Self> {
+    pub fn new(record: SandboxRecord, live: Option<Arc<L>>) -> Arc<Self> {
         Arc::new(Self {
             id: record.id,
             verb: Arc::default(),
@@ -140,7 +150,7 @@ impl Sandbox {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, State<L>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -152,15 +162,30 @@ impl Sandbox {
 
     /// The machine, if there is one.
     #[must_use]
-    pub fn live(&self) -> Option<Arc<Live>> {
+    pub fn live(&self) -> Option<Arc<L>> {
         self.state().live.clone()
     }
 
-    /// Begins a use (exec, files, terminal), atomically against the sweeper.
+    /// Begins a use (exec, files, terminal). What is hibernated is woken with `wake`, which takes the verb; what is on
+    /// its way there is waited for.
     ///
     /// # Errors
-    /// 409 in a state that cannot be used.
-    pub fn begin(self: &Arc<Self>) -> Result<Begin> {
+    /// 409 in a state that cannot be used, and those of `wake`.
+    pub async fn begin<F: Future<Output = Result<()>>>(
+        self: &Arc<Self>,
+        wake: impl Fn() -> F,
+    ) -> Result<Use<L>> {
+        loop {
+            match self.arrive()? {
+                Begin::Go(using) => return Ok(using),
+                Begin::Wait => drop(self.verb.lock().await),
+                Begin::WakeFirst => wake().await?,
+            }
+        }
+    }
+
+    /// One step of it, atomically against the sweeper.
+    fn arrive(self: &Arc<Self>) -> Result<Begin<L>> {
         let mut state = self.state();
         let status = state.record.status;
         match state.gate.arrive(status, Instant::now()) {
@@ -189,10 +214,11 @@ impl Sandbox {
         }
     }
 
-    /// If its time is up, claims it for the sweeper: from then on no use can begin.
-    /// Also says what it was until then.
+    /// If its time is up, claims it for the sweeper: from then on no use can begin. Not while somebody is changing it:
+    /// that is activity, and the next look will see.
     #[must_use]
-    pub fn claim_if_idle(&self) -> (Sweep, Status) {
+    pub fn claim_if_idle(&self) -> Option<Claim> {
+        let verb = Arc::clone(&self.verb).try_lock_owned().ok()?;
         let mut state = self.state();
         let (before, ttl, persistent) =
             (state.record.status, state.record.ttl_seconds, state.record.persistent);
@@ -200,7 +226,7 @@ impl Sandbox {
         if verdict == Sweep::Delete {
             state.record.status = Status::Stopping;
         }
-        (verdict, before)
+        (verdict != Sweep::Keep).then_some(Claim { verdict, before, verb })
     }
 
     /// Changes the record, in memory; returns the new one to be written.
@@ -211,11 +237,7 @@ impl Sandbox {
     }
 
     /// Gives it a machine and a state at once.
-    pub fn set_live(
-        &self,
-        live: Option<Arc<Live>>,
-        change: impl FnOnce(&mut SandboxRecord),
-    ) -> SandboxRecord {
+    pub fn set_live(&self, live: Option<Arc<L>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
         let mut state = self.state();
         state.live = live;
         state.gate.touch(Instant::now());
@@ -238,7 +260,9 @@ impl Sandbox {
     pub fn idle(&self) -> Duration {
         self.state().gate.idle(Instant::now())
     }
+}
 
+impl Sandbox {
     /// As the API shows it, without memory use.
     #[must_use]
     pub fn view(&self) -> api::Sandbox {
@@ -299,3 +323,6 @@ pub fn console_of(record: &SandboxRecord) -> Option<String> {
     let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
     Some(console.trim().to_owned())
 }
+
+#[cfg(test)]
+mod tests;

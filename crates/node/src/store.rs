@@ -4,6 +4,7 @@
 //! <data>/keiki.db            records
 //! <data>/events.db           what happened to sandboxes
 //! <data>/preview.key         seals links to previews
+//! <data>/requests.key        what digests of named requests are made with
 //! <data>/lock, <run>/lock      held by the node that runs on them
 //! <data>/cache/              kernels and root disks, made from packages
 //! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
@@ -127,6 +128,12 @@ impl Store {
     #[must_use]
     pub fn preview_key(&self) -> PathBuf {
         self.data.join("preview.key")
+    }
+
+    /// What digests of named requests are made with.
+    #[must_use]
+    pub fn request_key(&self) -> PathBuf {
+        self.data.join("requests.key")
     }
 
     /// Kernels and root disks made from packages.

@@ -12,7 +12,10 @@ use crate::{
     handshake::{Hello, Scanner, VERSION},
 };
 use hyper_util::rt::TokioIo;
-use std::{io, time::Duration};
+use std::{
+    io,
+    time::{Duration, Instant},
+};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::UnixStream,
@@ -56,6 +59,17 @@ pub enum ConnectError {
     Transport(#[from] tonic::transport::Error),
 }
 
+/// The agent's answer to a hello.
+#[derive(Debug, Clone, Copy)]
+pub struct Met {
+    /// What it says.
+    pub hello: Hello,
+    /// When our first hello was sent, and when the answer to one was read: it was written in between.
+    pub asked: Instant,
+    /// See there.
+    pub answered: Instant,
+}
+
 /// Connects to the guest agent behind `stream`. `generation` is the one the guest is about to be given; the
 /// hello returned tells the one it has. All of it is done or given up within `limit`.
 ///
@@ -65,16 +79,18 @@ pub async fn connect(
     stream: UnixStream,
     generation: u64,
     limit: Duration,
-) -> Result<(GuestClient<Channel>, Hello), ConnectError> {
+) -> Result<(GuestClient<Channel>, Met), ConnectError> {
     timeout(limit, connect_unbounded(stream, generation)).await.map_err(|_| ConnectError::Timeout(limit))?
 }
 
 async fn connect_unbounded(
     stream: UnixStream,
     generation: u64,
-) -> Result<(GuestClient<Channel>, Hello), ConnectError> {
+) -> Result<(GuestClient<Channel>, Met), ConnectError> {
     let (mut read, mut write) = stream.into_split();
+    let asked = Instant::now();
     let (hello, rest) = shake(&mut read, &mut write, Hello::new(generation, rand::random())).await?;
+    let met = Met { hello, asked, answered: Instant::now() };
     if hello.agree().is_none() {
         return Err(ConnectError::Version { oldest: hello.oldest, newest: hello.version });
     }
@@ -90,7 +106,7 @@ async fn connect_unbounded(
         }))
         .await?;
     let client = GuestClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
-    Ok((client, hello))
+    Ok((client, met))
 }
 
 /// Says hello until it is echoed. Returns the echo and what was read behind it.
@@ -239,7 +255,7 @@ mod tests {
             let mut wire = [0; HELLO_LEN];
             guest.read_exact(&mut wire).await.unwrap();
             let nonce = Hello::decode(&wire).unwrap().nonce;
-            let hello = Hello { version: 9, oldest: 9, generation: 0, nonce };
+            let hello = Hello { version: 9, oldest: 9, ..Hello::new(0, nonce) };
             guest.write_all(&hello.encode()).await.unwrap();
         };
         let (met, ()) = tokio::join!(connect(node, 1, Duration::from_secs(5)), guest_side);

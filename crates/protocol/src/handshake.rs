@@ -13,10 +13,12 @@
 //! guest that missed the end of the old connection fails that connection at once and looks for the marker.
 //!
 //! Layout, 64 bytes, integers little-endian:
-//! `marker[16] | version u16 | oldest u16 | reserved u32 | generation u64 | nonce[16] | zero[12] | crc32c u32`.
+//! `marker[16] | version u16 | oldest u16 | reserved u32 | generation u64 | nonce[16] | uptime u64 | zero[4] | crc32c u32`.
 
 /// The version of the agent protocol that this build speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
+/// From this version on secrets cross the channel sealed. Agents before it get none.
+pub const SEALED_SECRETS: u16 = 3;
 /// The oldest version that this build still understands.
 pub const OLDEST: u16 = 1;
 /// Size of a hello on the wire, in bytes.
@@ -35,6 +37,8 @@ pub struct Hello {
     pub generation: u64,
     /// Chosen by the node for this connection; echoed by the guest.
     pub nonce: [u8; 16],
+    /// Guest: for how long it has run, in ms, when it answers. 0: the node, and agents that do not say.
+    pub uptime_ms: u64,
 }
 
 /// Why 64 bytes are no hello.
@@ -52,7 +56,7 @@ impl Hello {
     /// The hello of this build.
     #[must_use]
     pub fn new(generation: u64, nonce: [u8; 16]) -> Self {
-        Self { version: VERSION, oldest: OLDEST, generation, nonce }
+        Self { version: VERSION, oldest: OLDEST, generation, nonce, uptime_ms: 0 }
     }
 
     /// The version both sides can speak, if any.
@@ -71,6 +75,7 @@ impl Hello {
         out[18..20].copy_from_slice(&self.oldest.to_le_bytes());
         out[24..32].copy_from_slice(&self.generation.to_le_bytes());
         out[32..48].copy_from_slice(&self.nonce);
+        out[48..56].copy_from_slice(&self.uptime_ms.to_le_bytes());
         let sum = crc32c(&out[..60]);
         out[60..].copy_from_slice(&sum.to_le_bytes());
         out
@@ -89,11 +94,14 @@ impl Hello {
         if sum != crc32c(&bytes[..60]) {
             return Err(HelloError::Checksum);
         }
-        let mut generation = [0; 8];
-        generation.copy_from_slice(&bytes[24..32]);
+        let long = |at: usize| {
+            let mut long = [0; 8];
+            long.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(long)
+        };
         let mut nonce = [0; 16];
         nonce.copy_from_slice(&bytes[32..48]);
-        Ok(Self { version: word(16), oldest: word(18), generation: u64::from_le_bytes(generation), nonce })
+        Ok(Self { version: word(16), oldest: word(18), generation: long(24), nonce, uptime_ms: long(48) })
     }
 }
 
@@ -141,7 +149,7 @@ mod tests {
 
     #[test]
     fn survives_a_round_trip_and_refuses_damage() {
-        let hello = Hello::new(7, [9; 16]);
+        let hello = Hello { uptime_ms: 8, ..Hello::new(7, [9; 16]) };
         let wire = hello.encode();
         assert_eq!(Hello::decode(&wire), Ok(hello));
         for at in 0..HELLO_LEN {
@@ -165,7 +173,7 @@ mod tests {
 
     #[test]
     fn versions_agree_only_where_they_overlap() {
-        let with = |version, oldest| Hello { version, oldest, generation: 0, nonce: [0; 16] }.agree();
+        let with = |version, oldest| Hello { version, oldest, ..Hello::new(0, [0; 16]) }.agree();
         assert_eq!(with(1, 1), Some(1));
         assert_eq!(with(VERSION + 4, 1), Some(VERSION));
         assert_eq!(with(VERSION + 4, VERSION + 1), None);

@@ -5,6 +5,7 @@
 #[cfg(feature = "client")]
 pub mod client;
 pub mod handshake;
+pub mod seal;
 pub mod secrets;
 
 /// The generated schema of `proto/guest.proto`.

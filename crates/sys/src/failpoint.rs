@@ -1,4 +1,5 @@
-//! Dying on purpose: a debug build told `KEIKI_FAIL=VERB:N` kills itself at the N-th step of that verb.
+//! Dying on purpose: a debug build told `KEIKI_FAIL=VERB:N` kills itself at the N-th step of that verb; told
+//! `KEIKI_FAIL=VERB:NAME`, at the step of that name.
 //!
 //! Verbs arm, steps count: whatever the process does between the two ends of an armed verb. So every step has a
 //! number without a list of them, and a test goes on with the next number until the verb gets through. In a release
@@ -37,12 +38,13 @@ mod on {
     /// Steps left until death; 0: nothing is armed.
     static LEFT: AtomicU32 = AtomicU32::new(0);
 
-    fn wish() -> Option<&'static (String, u32)> {
-        static WISH: OnceLock<Option<(String, u32)>> = OnceLock::new();
+    /// A verb, and the number or the name of one of its steps.
+    fn wish() -> Option<&'static (String, String)> {
+        static WISH: OnceLock<Option<(String, String)>> = OnceLock::new();
         let read = || {
             let text = std::env::var("KEIKI_FAIL").ok()?;
             let (verb, step) = text.split_once(':')?;
-            Some((verb.to_owned(), step.parse().ok()?))
+            Some((verb.to_owned(), step.to_owned()))
         };
         WISH.get_or_init(read).as_ref()
     }
@@ -50,7 +52,7 @@ mod on {
     pub(super) fn arm(verb: &str) -> bool {
         let found = wish().filter(|(wanted, _)| wanted == verb);
         if let Some((_, step)) = found {
-            LEFT.store(*step, Ordering::SeqCst);
+            LEFT.store(step.parse().unwrap_or(u32::MAX), Ordering::SeqCst);
         }
         found.is_some()
     }
@@ -61,7 +63,8 @@ mod on {
 
     pub(super) fn reach(step: &str) {
         let counted = LEFT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
-        if counted == Ok(1) {
+        let is_named = counted.is_ok() && wish().is_some_and(|(_, wanted)| wanted == step);
+        if counted == Ok(1) || is_named {
             eprintln!("KEIKI_FAIL: dying after {step}");
             // Only an error would return: then nothing dies, which the test that asked for it notices.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

@@ -109,9 +109,23 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
 /// # Errors
 /// Those of reading.
 pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-    const PRESENT: u64 = 1 << 63;
-    const SWAPPED: u64 = 1 << 62;
-    const FILE: u64 = 1 << 61;
+    by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0)
+}
+
+/// The pages of `range` that the process has: read, written, or swapped out. Those of a file are among them.
+///
+/// # Errors
+/// Those of reading.
+pub fn present_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0)
+}
+
+/// Bits of an entry.
+const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
+const FILE: u64 = 1 << 61;
+
+fn by_entry(pagemap: &File, range: Range<u64>, wanted: impl Fn(u64) -> bool) -> io::Result<Vec<Range<u64>>> {
     let mut found = Vec::new();
     let mut buffer = vec![0; 64 * 1024];
     let mut page = range.start / PAGE;
@@ -122,7 +136,7 @@ pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<V
         pagemap.read_exact_at(chunk, page * 8)?;
         for entry in chunk.as_chunks::<8>().0 {
             let entry = u64::from_ne_bytes(*entry);
-            if entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0 {
+            if wanted(entry) {
                 push(&mut found, page * PAGE..(page + 1) * PAGE);
             }
             page += 1;

@@ -171,6 +171,32 @@ fn lives(fd: &OwnedFd) -> bool {
     !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
 }
 
+/// The processes that run as this user, of those that were there when this was called.
+///
+/// # Errors
+/// Those of reading.
+pub fn of_user(user: u32) -> io::Result<Vec<Process>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // Looked at again once the number is pinned: it may be another's by then.
+        if runs_as(pid, user)
+            && let Some(process) = Process::open(pid)?
+            && runs_as(pid, user)
+            && process.is_alive()
+        {
+            found.push(process);
+        }
+    }
+    Ok(found)
+}
+
+fn runs_as(pid: u32, user: u32) -> bool {
+    let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let users = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    users.split_ascii_whitespace().any(|id| id.parse() == Ok(user))
+}
+
 /// CPU time a process has used, user and system. None if there is no such process.
 ///
 /// # Errors
@@ -221,6 +247,26 @@ mod tests {
             assert!(begun.elapsed() < std::time::Duration::from_secs(20), "no time passed");
         }
         assert!(super::cpu_time(u32::MAX)?.is_none());
+        Ok(())
+    }
+
+    #[test]
+    fn a_users_processes_are_found() -> std::io::Result<()> {
+        let user = rustix::process::getuid().as_raw();
+        let (process, _) = Process::spawn(Command::new("sleep").arg("60"), Setup::default())?;
+        let found = |user| {
+            let found = super::of_user(user)?;
+            std::io::Result::Ok(
+                found
+                    .iter()
+                    .any(|other| other.start_time() == process.start_time() && other.pid() == process.pid()),
+            )
+        };
+        assert!(found(user)? && !found(user + 4_000_000)?);
+        process.kill()?;
+        while process.is_alive() {}
+        assert!(!found(user)?, "one that has ended");
+        assert!(process.try_reap().is_some());
         Ok(())
     }
 

@@ -421,9 +421,41 @@ pub struct Snapshot {
     pub engine: EngineKind,
     /// Labels of the sandbox at that time.
     pub metadata: BTreeMap<String, String>,
+    /// Seconds since then.
+    #[serde(default)]
+    pub age_seconds: u64,
+    /// Release of the kernel in it; empty where it was not recorded.
+    #[serde(default)]
+    pub kernel: String,
+    /// Why it should be made anew; empty where nothing speaks for that.
+    #[serde(default)]
+    pub stale: Vec<Stale>,
     /// Of the freeze; only in the answer that made it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timings: Option<Timings>,
+}
+
+/// Why a snapshot should be made anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub enum Stale {
+    /// Its template has another version by now.
+    TemplateRebuilt,
+    /// It is older than the node's `snapshot_max_age`.
+    Old,
+    /// It is older than the node's `snapshot_refuse_age`: restoring it answers 409.
+    Refused,
+}
+
+impl std::fmt::Display for Stale {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::TemplateRebuilt => "template rebuilt",
+            Self::Old => "old",
+            Self::Refused => "too old to restore",
+        })
+    }
 }
 
 /// `GET /v1/snapshots`.
@@ -620,6 +652,9 @@ pub struct Template {
     /// Cold boot to ready when it was baked, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cold_boot_ms: Option<f64>,
+    /// Release of its kernel; empty while never built, or where it was not recorded.
+    #[serde(default)]
+    pub kernel: String,
 }
 
 /// `POST /v1/templates/build`.

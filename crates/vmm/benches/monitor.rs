@@ -5,6 +5,10 @@
 
 #[path = "../tests/monitor/mod.rs"]
 mod monitor;
+#[path = "../../hv/tests/tiny/mod.rs"]
+mod tiny;
+#[path = "monitor/working_set.rs"]
+mod working_set;
 
 use keiki_control::{Reply, Request};
 use keiki_hv::{
@@ -54,9 +58,11 @@ fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
+/// All is written once, and something more.
 fn round(machine: &Monitor) {
-    let before = machine.peek_at(COUNT);
+    let (started, before) = (Instant::now(), machine.peek_at(COUNT));
     while machine.peek_at(COUNT) < before + 2 {
+        assert!(started.elapsed() < PATIENCE, "the guest does not count");
         std::thread::sleep(Duration::from_micros(300));
     }
 }
@@ -224,9 +230,9 @@ fn machine() -> Value {
 }
 
 fn main() {
-    // Cargo says `--bench`; a name may follow to run some.
-    let wanted = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
-    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| name.contains(wanted.as_str()));
+    // Cargo says `--bench`; names may follow to run some.
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == name);
     let Some(place) = place() else { return };
     let mut report = Report(Vec::new());
     if is_wanted("fork_pause") {
@@ -246,6 +252,9 @@ fn main() {
     }
     if is_wanted("post_fork_tax") {
         tax(&place, &mut report);
+    }
+    if is_wanted("working_set") {
+        working_set::measure(&place, &mut report);
     }
     for huge in [HugePages::No, HugePages::Advise] {
         for gib in [1, 4, 8].into_iter().filter(|gib| is_wanted(&format!("fork_pause_{gib}g_full"))) {

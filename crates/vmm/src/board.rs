@@ -8,7 +8,7 @@ use crate::{
     boot::layout::{self, Place},
     frozen::Config,
 };
-use keiki_control::{Descriptors, Role};
+use keiki_control::{self as control, Descriptors, Devices, MAX_DISKS, Role};
 use keiki_devices::{
     Device, Interrupt, State,
     virtio::{InterruptStatus, VirtioDevice},
@@ -39,8 +39,8 @@ use std::{
 };
 use vm_memory::GuestAddress;
 
-/// Devices with a window: disk, network, console, entropy, balloon.
-pub const WINDOWS: usize = 5;
+/// Devices with a window that every machine has: root disk, network, console, entropy, balloon. Further disks come behind them.
+const WINDOWS: usize = 5;
 
 /// There is no such clock. Ones would look like one that is always busy, for which Linux waits.
 const CMOS_CLOCK: [u16; 2] = [0x70, 0x71];
@@ -60,29 +60,54 @@ pub struct Resources {
     pub console: OwnedFd,
     /// Control connections.
     pub listener: OwnedFd,
+    /// Those of further disks.
+    pub disks: Vec<DiskFiles>,
+    /// Standard error, where it is to be another than before.
+    pub stderr: Option<OwnedFd>,
+}
+
+/// The files of a further disk.
+#[derive(Debug)]
+pub struct DiskFiles {
+    /// Lower layers, bottom first.
+    pub layers: Vec<OwnedFd>,
+    /// The writable layer. None: it is only read.
+    pub top: Option<OwnedFd>,
 }
 
 impl Resources {
-    /// Those of a request.
+    /// Those of a request, for a machine with these disks besides its root disk.
     ///
     /// # Errors
-    /// If one is missing.
-    pub fn take(descriptors: &mut Descriptors) -> Result<Self> {
-        Ok(Self {
+    /// If one is missing, or too much.
+    pub fn take(descriptors: &mut Descriptors, disks: &[control::Disk]) -> Result<Self> {
+        let further = |(number, disk): (u8, &control::Disk)| -> Result<DiskFiles> {
+            let mut layers = vec![descriptors.take(Role::DiskLayer(number))?];
+            layers.extend(descriptors.take_all(Role::DiskLayer(number)));
+            let top = (!disk.read_only).then(|| descriptors.take(Role::DiskTop(number))).transpose()?;
+            Ok(DiskFiles { layers, top })
+        };
+        let disks = (0..).zip(disks).map(further).collect::<Result<_>>()?;
+        let taken = Self {
+            disks,
             layers: descriptors.take_all(Role::Layer),
             top: descriptors.take(Role::Top)?,
             tap: descriptors.take_if_any(Role::Tap),
             agent: descriptors.take(Role::Agent)?,
             console: descriptors.take(Role::Console)?,
             listener: descriptors.take(Role::Listener)?,
-        })
+            stderr: descriptors.take_if_any(Role::Stderr),
+        };
+        descriptors.no_other_disks()?;
+        Ok(taken)
     }
 
     /// All of them: what a copy keeps.
     #[must_use]
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let mut all: Vec<_> = self.layers.iter().map(AsFd::as_fd).collect();
-        all.extend(self.tap.as_ref().map(AsFd::as_fd));
+        all.extend(self.disks.iter().flat_map(|disk| disk.layers.iter().chain(&disk.top)).map(AsFd::as_fd));
+        all.extend([&self.tap, &self.stderr].into_iter().flatten().map(AsFd::as_fd));
         all.extend([&self.top, &self.agent, &self.console, &self.listener].map(AsFd::as_fd));
         all
     }
@@ -102,7 +127,8 @@ type Shared = Arc<Mutex<dyn Device>>;
 pub struct Board {
     /// All of them, in order: those with windows, serial console, power, generation ID.
     devices: Vec<Shared>,
-    disk: Arc<Mutex<Mmio<Block>>>,
+    /// The root disk, then further ones.
+    disks: Vec<Arc<Mutex<Mmio<Block>>>>,
     serial: Arc<Mutex<Serial>>,
     power: Arc<Mutex<Power>>,
     generation: Arc<Mutex<VmGenId>>,
@@ -115,7 +141,7 @@ impl Board {
     /// # Errors
     /// If the disk is not what it should be, and those of the host.
     pub fn new(vm: &Vm, config: &Config, resources: Resources) -> Result<Self> {
-        let Resources { layers: files, top, tap, agent, console, .. } = resources;
+        let Resources { layers: files, top, tap, agent, console, disks: further, .. } = resources;
         let memory = vm.ram().memory().clone();
         let disk = Disk::open(layers(files), Some(top.into()))?;
         let (disk, first) = virtio(vm, 0, Block::new(disk, "root"))?;
@@ -123,13 +149,20 @@ impl Board {
         let agent = Console::new(agent, &config.devices.agent_port)
             .map_err(Error::host("listening for the agent"))?;
         let rng = Rng::new().map_err(Error::host("making the entropy device"))?;
-        let windows = vec![
+        let mut windows = vec![
             first,
             virtio(vm, 1, net)?.1,
             virtio(vm, 2, agent)?.1,
             virtio(vm, 3, rng)?.1,
             virtio(vm, 4, Balloon::new(Box::new(Give(vm.ram().clone()))))?.1,
         ];
+        let mut disks = vec![disk];
+        for (number, files) in further.into_iter().enumerate() {
+            let disk = Disk::open(layers(files.layers), files.top.map(File::from))?;
+            let (disk, window) = virtio(vm, WINDOWS + number, Block::new(disk, &format!("disk{number}")))?;
+            disks.push(disk);
+            windows.push(window);
+        }
         let log = ConsoleLog::new(Some(console.into())).map_err(Error::host("opening the console log"))?;
         let serial = shared(Serial::new(log, Arc::new(Line { vm: vm.clone(), gsi: layout::SERIAL_GSI })));
         let power = shared(Power::new().map_err(Error::host("making the power registers"))?);
@@ -160,7 +193,7 @@ impl Board {
             },
         ];
         let bus = Arc::new(Bus { windows, ports, exits: AtomicU64::new(0) });
-        Ok(Self { devices, disk, serial, power, generation, bus })
+        Ok(Self { devices, disks, serial, power, generation, bus })
     }
 
     /// Bytes of the guest's console that came too fast.
@@ -255,10 +288,33 @@ impl Board {
         Ok(())
     }
 
-    /// The root disk.
+    /// How many disks there are, the root disk included.
     #[must_use]
-    pub fn with_disk<T>(&self, what: impl FnOnce(&mut Disk) -> T) -> T {
-        what(lock(&self.disk).device_mut().disk_mut())
+    pub fn disks(&self) -> usize {
+        self.disks.len()
+    }
+
+    /// A disk by its number: 0 is the root disk.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn with_disk<T>(&self, number: usize, what: impl FnOnce(&mut Disk) -> T) -> Result<T> {
+        let disk = self.disks.get(number);
+        let disk = disk.ok_or_else(|| Error::Invalid(format!("the machine has no disk {number}")))?;
+        Ok(what(lock(disk).device_mut().disk_mut()))
+    }
+}
+
+/// How many devices with a window a machine has.
+///
+/// # Errors
+/// If there is no room for so many disks.
+pub fn windows(devices: &Devices) -> Result<usize> {
+    match devices.disks.len() {
+        count @ 0..=MAX_DISKS => Ok(WINDOWS + count),
+        count => Err(Error::Invalid(format!(
+            "a machine has at most {MAX_DISKS} disks besides its root disk, not {count}"
+        ))),
     }
 }
 

@@ -12,7 +12,7 @@
 //! monitor reads the versions it names and refuses others with a sentence.
 
 use crate::{Error, Result};
-use keiki_control::{Devices, Shape};
+use keiki_control::{Devices, Disk, MAX_DISKS, Shape};
 use keiki_devices::State;
 use keiki_hv::{
     cpuid::{CPU_MODEL, CpuModel},
@@ -34,14 +34,25 @@ const MACHINE_VERSION: u16 = 1;
 const CPU: &str = "processor";
 const VM: &str = "kvm";
 const VCPU: &str = "vcpu";
+/// There only if the machine has further disks.
+const DISKS: &str = "disks";
+const DISKS_VERSION: u16 = 1;
 
 /// What a machine is, whatever it is doing.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// vCPUs and RAM.
     pub shape: Shape,
     /// What differs in its devices.
     pub devices: Devices,
+}
+
+/// [`Config`] as its part of a file has it, but for [`DISKS`].
+#[derive(Serialize, Deserialize)]
+struct Machine {
+    shape: Shape,
+    mac: [u8; 6],
+    agent_port: String,
 }
 
 /// A machine at one instant.
@@ -65,13 +76,17 @@ impl Frozen {
     /// # Errors
     /// If it does not fit.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let Config { shape, devices: Devices { mac, agent_port, disks } } = self.config.clone();
         let mut parts = vec![
-            part(MACHINE, MACHINE_VERSION, &self.config)?,
+            part(MACHINE, MACHINE_VERSION, &Machine { shape, mac, agent_port })?,
             part(CPU, number(CPU_MODEL), &self.cpu)?,
             part(VM, number(VM_STATE), &self.vm)?,
         ];
         for vcpu in &self.vcpus {
             parts.push(part(VCPU, number(VCPU_STATE), vcpu)?);
+        }
+        if !disks.is_empty() {
+            parts.push(part(DISKS, DISKS_VERSION, &disks)?);
         }
         parts.extend(self.devices.iter().cloned());
         let body = postcard::to_stdvec(&parts).map_err(|error| Error::Invalid(format!("state: {error}")))?;
@@ -122,25 +137,33 @@ impl Frozen {
                 return refused(format!("the parts of the state file cannot be told apart ({error})"));
             }
         };
-        let mut parts = parts.into_iter();
-        let config: Config = unpack(parts.next(), MACHINE, MACHINE_VERSION)?;
-        if !(1..=u32::from(crate::boot::layout::MAX_VCPUS)).contains(&config.shape.vcpus) {
-            return refused(format!("the state file is of a machine with {} vCPUs", config.shape.vcpus));
+        let mut parts = parts.into_iter().peekable();
+        let Machine { shape, mac, agent_port } = unpack(parts.next(), MACHINE, MACHINE_VERSION)?;
+        if !(1..=u32::from(crate::boot::layout::MAX_VCPUS)).contains(&shape.vcpus) {
+            return refused(format!("the state file is of a machine with {} vCPUs", shape.vcpus));
         }
         let cpu: CpuModel = unpack(parts.next(), CPU, number(CPU_MODEL))?;
-        if u32::from(cpu.vcpus) != config.shape.vcpus {
+        if u32::from(cpu.vcpus) != shape.vcpus {
             let text = "the processor of the state file has another number of vCPUs than its machine";
             return refused(text.into());
         }
         let vm: VmState = unpack(parts.next(), VM, number(VM_STATE))?;
         let mut vcpus = Vec::new();
-        for id in 0..config.shape.vcpus {
+        for id in 0..shape.vcpus {
             let vcpu: VcpuState = unpack(parts.next(), VCPU, number(VCPU_STATE))?;
             if u32::from(vcpu.id) != id {
                 return refused(format!("the state file has vCPU {} where vCPU {id} belongs", vcpu.id));
             }
             vcpus.push(vcpu);
         }
+        let further = parts.next_if(|part| part.kind == DISKS);
+        let disks: Vec<Disk> =
+            further.map_or(Ok(Vec::new()), |part| unpack(Some(part), DISKS, DISKS_VERSION))?;
+        if disks.len() > MAX_DISKS {
+            let text = format!("the state file is of a machine with {} further disks", disks.len());
+            return refused(text);
+        }
+        let config = Config { shape, devices: Devices { mac, agent_port, disks } };
         Ok(Self { config, cpu, vm, vcpus, devices: parts.collect() })
     }
 }
@@ -231,7 +254,7 @@ mod tests {
         Frozen {
             config: Config {
                 shape: Shape { vcpus: 2, memory_mib: 64 },
-                devices: Devices { mac: [1, 2, 3, 4, 5, 6], agent_port: "port".into() },
+                devices: Devices { mac: [1, 2, 3, 4, 5, 6], agent_port: "port".into(), disks: Vec::new() },
             },
             cpu: CpuModel {
                 version: CPU_MODEL,
@@ -286,6 +309,28 @@ mod tests {
         assert_eq!((frozen.vcpus[1].id, &frozen.vcpus[1].msrs[..]), (1, &[(0x10, 5)][..]));
         assert_eq!(frozen.devices[0].kind, "thing");
         assert_eq!(frozen.to_bytes().unwrap(), file);
+    }
+
+    /// A machine with further disks has a part more, which no older file has.
+    #[test]
+    fn further_disks_are_a_part_of_their_own() {
+        let with = |disks: usize| {
+            let mut frozen = frozen();
+            frozen.config.devices.disks = (0..disks).map(|disk| Disk { read_only: disk % 2 == 0 }).collect();
+            frozen
+        };
+        for disks in [1, MAX_DISKS] {
+            let again = Frozen::from_bytes(&with(disks).to_bytes().unwrap()).unwrap();
+            assert_eq!((again.config, again.devices.len()), (with(disks).config, 1));
+        }
+        let error = Frozen::from_bytes(&with(MAX_DISKS + 1).to_bytes().unwrap()).unwrap_err();
+        assert_eq!(error.to_string(), "the state file is of a machine with 9 further disks");
+        let mut parts: Vec<State> = postcard::from_bytes(&with(1).to_bytes().unwrap()[HEADER..]).unwrap();
+        parts[5].version = 77;
+        assert!(refused(&parts).contains("version 77"));
+        parts[5].version = DISKS_VERSION;
+        parts[5].data.push(0);
+        assert!(refused(&parts).contains(DISKS));
     }
 
     #[test]

@@ -103,6 +103,7 @@ const CALLS: &[(i64, &str)] = &[
     (libc::SYS_close, "descriptors"),
     (libc::SYS_close_range, "a copy closes what is its parent's"),
     (libc::SYS_dup, "copies of descriptors"),
+    (libc::SYS_dup2, "a copy's own standard error"),
     (libc::SYS_eventfd2, "events of devices"),
     (libc::SYS_timerfd_create, "the rate limit of the entropy device"),
     (libc::SYS_timerfd_settime, "the rate limit of the entropy device"),

@@ -6,10 +6,10 @@
 
 use crate::{
     Error, Result,
-    board::{Board, Resources, WINDOWS},
+    board::{Board, Resources, layers, windows},
     boot,
     frozen::{Config, Frozen},
-    process::{EXIT_END, EXIT_THAW, Life, exit_with, failed},
+    process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
     zygote::Zygote,
 };
 use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
@@ -91,7 +91,8 @@ impl Machine {
         let kvm = Arc::new(Kvm::new(descriptors.take(Role::Kvm)?)?);
         let mut kernel = File::from(descriptors.take(Role::Kernel)?);
         let mut initrd = File::from(descriptors.take(Role::Initrd)?);
-        let resources = Resources::take(descriptors)?;
+        let devices = windows(&boot.devices)?;
+        let resources = Resources::take(descriptors, &boot.devices.disks)?;
         let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::No)?;
         let config = Config { shape: boot.shape, devices: boot.devices.clone() };
         let baseline = match boot.cpu {
@@ -105,7 +106,7 @@ impl Machine {
                 initramfs: Some(&mut initrd),
                 command_line: &boot.cmdline,
                 vcpus: cpu_count,
-                devices: WINDOWS,
+                devices,
             };
             let entry = boot::load(&ram, spec)?;
             board.renew(boot.generation)?;
@@ -250,7 +251,9 @@ impl Machine {
     fn finish(&mut self, words: &str) -> ! {
         use std::io::{Seek, SeekFrom, Write};
         let _ = self.board.pause(Instant::now() + DRAIN);
-        let _ = self.board.with_disk(|disk| disk.flush());
+        for disk in 0..self.board.disks() {
+            let _ = self.board.with_disk(disk, |disk| disk.flush());
+        }
         let _ = self.log.seek(SeekFrom::End(0));
         let _ = writeln!(self.log, "\n{}{words}", control::LAST_WORDS);
         exit_with(EXIT_END)
@@ -274,7 +277,7 @@ impl Machine {
             }
         };
         let reply = match request {
-            Request::Hello => Ok(self.hello()),
+            Request::Hello => self.hello(),
             Request::Pause => self.pause().map(|()| Reply::Done),
             Request::Resume => self.resume().map(|()| Reply::Done),
             Request::Layers => self.layers(&mut descriptors).map(|()| Reply::Done),
@@ -295,14 +298,14 @@ impl Machine {
         None
     }
 
-    fn hello(&self) -> Reply {
-        let layers = self.board.with_disk(|disk| disk.lower_layers());
-        Reply::Hello(control::Hello {
+    fn hello(&self) -> Result<Reply> {
+        let layers = self.board.with_disk(0, |disk| disk.lower_layers())?;
+        Ok(Reply::Hello(control::Hello {
             stage: Stage::Machine,
             paused: self.paused,
             generation: self.generation,
             layers: u32::try_from(layers).unwrap_or(u32::MAX),
-        })
+        }))
     }
 
     fn stats(&self) -> Reply {
@@ -332,24 +335,35 @@ impl Machine {
     }
 
     fn layers(&mut self, descriptors: &mut Descriptors) -> Result<()> {
-        let layers = crate::board::layers(descriptors.take_all(Role::Layer));
-        Ok(self.board.with_disk(|disk| disk.rebase(layers))?)
+        let root = std::iter::once(Role::Layer);
+        for (number, role) in root.chain((0..).map(Role::DiskLayer)).take(self.board.disks()).enumerate() {
+            let files = descriptors.take_all(role);
+            if !files.is_empty() {
+                self.board.with_disk(number, |disk| disk.rebase(layers(files)))??;
+            }
+        }
+        Ok(descriptors.no_other_disks()?)
     }
 
     /// Freezes: the copy is the zygote. See the module text of the crate for the order.
     fn freeze(&mut self, descriptors: &mut Descriptors) -> Result<Frost> {
         let control = descriptors.take(Role::Control)?;
-        let top = File::from(descriptors.take(Role::Top)?);
+        let stderr = descriptors.take_if_any(Role::Stderr);
+        let files = self.new_tops(descriptors)?;
         let mut clock = Clock::start();
         let was_paused = self.paused;
         // Ahead of the pause: what the guest wrote and did not flush.
-        self.board.with_disk(|disk| disk.flush()).map_err(Error::host("flushing the disk"))?;
-        let top = self.board.with_disk(|disk| disk.prepare_top(top))?;
+        let mut tops = Vec::new();
+        for (number, file) in files {
+            let flushed = self.board.with_disk(number, |disk| disk.flush())?;
+            flushed.map_err(Error::host("flushing the disk"))?;
+            tops.push((number, self.board.with_disk(number, |disk| disk.prepare_top(file))??));
+        }
         clock.step("flush");
         let parked = Instant::now();
         self.pause()?;
         clock.step("park");
-        let done = self.copy(control, top, &mut clock);
+        let done = self.copy(control, stderr.as_ref(), tops, &mut clock);
         if matches!(done, Ok(Frost::Zygote(_))) {
             return done;
         }
@@ -368,8 +382,48 @@ impl Machine {
         }
     }
 
+    /// The next top of each disk that is written to, by the disk's number.
+    fn new_tops(&self, descriptors: &mut Descriptors) -> Result<Vec<(usize, File)>> {
+        let mut tops = vec![(0, descriptors.take(Role::Top)?.into())];
+        for (number, disk) in (0..).zip(&self.config.devices.disks) {
+            if !disk.read_only {
+                tops.push((usize::from(number) + 1, descriptors.take(Role::DiskTop(number))?.into()));
+            }
+        }
+        descriptors.no_other_disks()?;
+        Ok(tops)
+    }
+
+    /// All disks go on, each on its new top; or, on error, none does.
+    fn switch_tops(&mut self, tops: Vec<(usize, Top)>) -> Result<()> {
+        // What can fail is done for all of them before the first one switches.
+        for (number, _) in &tops {
+            self.board.with_disk(*number, |disk| disk.finish_top())??;
+        }
+        for (done, (number, top)) in tops.into_iter().enumerate() {
+            match self.board.with_disk(number, |disk| disk.switch_top(top))? {
+                // Nothing of it is right from here on: what was written to the others would not be in any copy.
+                Err(error) if done > 0 => {
+                    self.finish(&format!("failed: a freeze could not switch disk {number}: {error}"));
+                }
+                switched => switched?,
+            }
+        }
+        Ok(())
+    }
+
     /// Between park and resume.
-    fn copy(&mut self, control: OwnedFd, top: Top, clock: &mut Clock) -> Result<Frost> {
+    fn copy(
+        &mut self,
+        control: OwnedFd,
+        stderr: Option<&OwnedFd>,
+        tops: Vec<(usize, Top)>,
+        clock: &mut Clock,
+    ) -> Result<Frost> {
+        // Since the event loop looked last. A copy would have vCPUs that never run again, and nobody to say so.
+        if self.board.ending().is_some() || self.cpus.ended().is_some() {
+            return Err(Error::Invalid("its guest has just ended".into()));
+        }
         let frozen = Frozen {
             config: self.config.clone(),
             cpu: self.cpu.clone(),
@@ -378,13 +432,16 @@ impl Machine {
             devices: self.board.save()?,
         };
         clock.step("save");
-        match fork(&[control.as_fd(), self.kvm.as_fd()]).map_err(Error::host("forking"))? {
+        let keep = [control.as_fd(), self.kvm.as_fd()].into_iter().chain(stderr.map(AsFd::as_fd));
+        match fork(&keep.collect::<Vec<_>>()).map_err(Error::host("forking"))? {
             Side::Child => {
                 // Its descriptors are the parent's, closed here already.
-                std::mem::forget(top);
+                std::mem::forget(tops);
                 let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
                 // An error must not be answered here: this process is not the machine.
-                match Zygote::new(kvm, ram, frozen, control, self.generation + 1) {
+                let zygote = complain_on(stderr)
+                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.generation + 1));
+                match zygote {
                     Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
                     Err(_) => exit_with(EXIT_THAW),
                 }
@@ -392,7 +449,7 @@ impl Machine {
             Side::Parent { child } => {
                 clock.step("fork");
                 // If this fails, so does the freeze: the node drops its end of the zygote's connection, which ends it.
-                self.board.with_disk(|disk| disk.switch_top(top))?;
+                self.switch_tops(tops)?;
                 clock.step("disk");
                 Ok(Frost::Machine(Reply::Frozen(control::Frozen {
                     pid: child,

@@ -11,7 +11,7 @@
 use crate::{Error, jail, machine::Machine, zygote::Zygote};
 use keiki_control::{self as control, ControlError, Reply, Request, Server, Stage, Start};
 use keiki_hv::fork;
-use std::io::Write;
+use std::{io::Write, os::fd::OwnedFd};
 
 /// The machine has ended, and its last words say why.
 pub const EXIT_END: i32 = 0;
@@ -59,6 +59,15 @@ pub fn live(start: &Start) -> ! {
 /// Ends the process at once.
 pub fn exit_with(status: i32) -> ! {
     fork::exit(status)
+}
+
+/// In a copy: says on `pipe` from now on what goes wrong.
+///
+/// # Errors
+/// That of the call.
+pub fn complain_on(pipe: Option<&OwnedFd>) -> crate::Result<()> {
+    let Some(pipe) = pipe else { return Ok(()) };
+    rustix::stdio::dup2_stderr(pipe).map_err(|error| Error::Host("redirecting standard error", error.into()))
 }
 
 /// Can the connection not be used any more?

@@ -5,7 +5,7 @@ use crate::{
     board::Resources,
     frozen::Frozen,
     machine::{Clock, Machine},
-    process::{EXIT_THAW, Life, exit_with, failed},
+    process::{EXIT_THAW, Life, complain_on, exit_with, failed},
 };
 use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Thaw};
 use keiki_hv::{
@@ -14,6 +14,7 @@ use keiki_hv::{
 };
 use std::{
     fs::File,
+    ops::Range,
     os::fd::{AsFd, OwnedFd},
     os::unix::fs::FileExt,
     sync::Arc,
@@ -92,29 +93,27 @@ impl Zygote {
                 Err(_) => continue,
             };
             let reply = match request {
-                Request::Hello => Ok(self.hello()),
+                Request::Hello => Ok(Some(self.hello())),
                 Request::Persist => self.persist(&mut descriptors),
-                Request::Stats => Ok(Reply::Stats(control::Stats { exits: 0, console_dropped: 0 })),
+                Request::Stats => Ok(Some(Reply::Stats(control::Stats { exits: 0, console_dropped: 0 }))),
                 Request::Stop => exit_with(0),
                 Request::Thaw(thaw) => {
                     let mut clock = Clock::start();
-                    let forked = Resources::take(&mut descriptors).and_then(|resources| {
-                        let side = self.fork(&resources)?;
-                        Ok((side, resources))
-                    });
-                    match forked {
-                        Ok((Side::Child, resources)) => return self.become_machine(&thaw, resources, clock),
-                        // The copy answers, when it runs.
-                        Ok((Side::Parent { .. }, _)) => {
+                    match self.thaw(&mut descriptors) {
+                        Ok(Thawing::Copy(resources, own)) => {
+                            return self.become_machine(&thaw, *resources, own, clock);
+                        }
+                        Ok(Thawing::Zygote(reply)) => {
                             clock.step("fork");
-                            continue;
+                            Ok(reply)
                         }
                         Err(error) => Err(error),
                     }
                 }
                 other => Err(Error::Invalid(format!("{} is not for a zygote", other.name()))),
             };
-            let reply = reply.unwrap_or_else(|error| error.reply());
+            // None: a copy answers.
+            let Some(reply) = reply.unwrap_or_else(|error| Some(error.reply())) else { continue };
             if self.server.answer(&reply).is_err() {
                 exit_with(0);
             }
@@ -130,16 +129,38 @@ impl Zygote {
         })
     }
 
-    fn fork(&self, resources: &Resources) -> Result<Side> {
+    fn thaw(&self, descriptors: &mut Descriptors) -> Result<Thawing> {
+        let own = own_connection(descriptors)?;
+        let resources = Resources::take(descriptors, &self.frozen.config.devices.disks)?;
         let mut keep = resources.descriptors();
-        keep.extend([self.kvm.as_fd(), self.server.as_fd()]);
-        fork(&keep).map_err(Error::host("forking"))
+        keep.extend([self.kvm.as_fd(), own.as_ref().unwrap_or(&self.server).as_fd()]);
+        Ok(match fork(&keep).map_err(Error::host("forking"))? {
+            Side::Child => Thawing::Copy(Box::new(resources), own),
+            Side::Parent { .. } => Thawing::Zygote(own.map(|_| Reply::Done)),
+        })
     }
 
     /// In the copy. It answers itself: the kernel tells the node who it is.
-    fn become_machine(self, thaw: &Thaw, resources: Resources, mut clock: Clock) -> Life {
+    fn become_machine(
+        self,
+        thaw: &Thaw,
+        resources: Resources,
+        own: Option<Server>,
+        mut clock: Clock,
+    ) -> Life {
         clock.step("fork");
-        let Self { kvm, ram, frozen, mut server, generation } = self;
+        let Self { kvm, ram, frozen, server, generation } = self;
+        let mut server = match own {
+            Some(own) => {
+                // Its descriptor is the zygote's, closed here already.
+                std::mem::forget(server);
+                own
+            }
+            None => server,
+        };
+        if complain_on(resources.stderr.as_ref()).is_err() {
+            exit_with(EXIT_THAW);
+        }
         let machine =
             Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, generation + 1, &mut clock);
         match machine {
@@ -161,11 +182,28 @@ impl Zygote {
         }
     }
 
-    fn persist(&self, descriptors: &mut Descriptors) -> Result<Reply> {
+    /// A copy writes, so that machines can be thawed meanwhile. What it writes is what it was forked with.
+    fn persist(&mut self, descriptors: &mut Descriptors) -> Result<Option<Reply>> {
         let memory = File::from(descriptors.take(Role::Memory)?);
         let state = File::from(descriptors.take(Role::State)?);
-        let pagemap = File::from(descriptors.take(Role::Pagemap)?);
-        let written = self.ram.write_private(&pagemap, &memory)?;
+        // The page map is this process's: the copy could not use it.
+        let private = self.ram.private(&File::from(descriptors.take(Role::Pagemap)?))?;
+        let mut own = own_connection(descriptors)?;
+        let keep = [memory.as_fd(), state.as_fd(), own.as_ref().unwrap_or(&self.server).as_fd()];
+        match fork(&keep).map_err(Error::host("forking"))? {
+            Side::Parent { .. } => Ok(own.map(|_| Reply::Done)),
+            Side::Child => {
+                let written = self.write(&private, &memory, &state);
+                let server = own.as_mut().unwrap_or(&mut self.server);
+                // Nobody may wait for it any more.
+                let _ = server.answer(&written.unwrap_or_else(|error| error.reply()));
+                exit_with(0)
+            }
+        }
+    }
+
+    fn write(&self, private: &[Range<u64>], memory: &File, state: &File) -> Result<Reply> {
+        let written = self.ram.write_private(private, memory)?;
         let bytes = self.frozen.to_bytes()?;
         state.set_len(0).map_err(Error::host("writing the state file"))?;
         state.write_all_at(&bytes, 0).map_err(Error::host("writing the state file"))?;
@@ -176,4 +214,17 @@ impl Zygote {
             digest: *blake3::hash(&bytes).as_bytes(),
         }))
     }
+}
+
+/// Who one is after a thaw has forked.
+enum Thawing {
+    /// The zygote, and what it answers if its copy does not.
+    Zygote(Option<Reply>),
+    /// The copy, what it is given, and where it answers if not on the zygote's connection.
+    Copy(Box<Resources>, Option<Server>),
+}
+
+/// The connection on which a copy answers.
+fn own_connection(descriptors: &mut Descriptors) -> Result<Option<Server>> {
+    Ok(descriptors.take_if_any(Role::Control).map(Server::new).transpose()?)
 }

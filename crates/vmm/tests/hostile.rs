@@ -114,7 +114,7 @@ fn no_room_for_another_process_is_said() {
     let top = place.path("top");
     let mut zygotes = Vec::new();
     let error = loop {
-        fs::write(&top, monitor::empty_layer()).unwrap();
+        fs::write(&top, monitor::overlay::empty_overlay(monitor::DISK)).unwrap();
         match place.try_freeze(&mut machine, &top) {
             Ok((zygote, _)) => zygotes.push(zygote),
             Err(error) => break error.to_string(),

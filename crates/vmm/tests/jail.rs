@@ -114,10 +114,7 @@ fn a_relative_cannot_look_into_it() {
     let pid = machine.pid();
     let address = machine.ram_start();
     let (code, _) = in_process(|| {
-        let id = rustix::process::Uid::from_raw(USER);
-        let group = rustix::process::Gid::from_raw(USER);
-        rustix::thread::set_thread_res_gid(group, group, group).unwrap();
-        rustix::thread::set_thread_res_uid(id, id, id).unwrap();
+        become_user(USER);
         let opened = ["mem", "pagemap", "maps", "fd", "environ"]
             .iter()
             .filter(|file| {
@@ -130,6 +127,92 @@ fn a_relative_cannot_look_into_it() {
         opened as i32 + i32::from(read) * 100
     });
     assert_eq!(code, Some(0), "something of it can be read");
+}
+
+/// Becomes somebody, in a process of its own.
+fn become_user(user: u32) {
+    let (id, group) = (rustix::process::Uid::from_raw(user), rustix::process::Gid::from_raw(user));
+    rustix::thread::set_thread_res_gid(group, group, group).unwrap();
+    rustix::thread::set_thread_res_uid(id, id, id).unwrap();
+}
+
+/// A hostile bystander, beside a machine, its zygote and a copy. A relative, which has their user, has the filter too, and
+/// ends at the first attempt; a monitor of another lineage has another user, and is refused by the kernel even without.
+#[test]
+#[allow(unsafe_code)]
+fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
+    let Some(place) = place() else { return };
+    if !is_root() {
+        return;
+    }
+    let mut machine = place.boot(SILENT);
+    let (mut zygote, _) = place.freeze(&mut machine);
+    let copy = place.thaw(&mut zygote);
+    let address = machine.ram_start() as i64;
+    for pid in [machine.pid(), zygote.pid(), copy.pid()].map(i64::from) {
+        let (mut buffer, kill) = ([0_u8; 8], libc::SIGKILL as i64);
+        let own = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: 8 };
+        let theirs = libc::iovec { iov_base: address as *mut _, iov_len: 8 };
+        let (own, theirs) = (&raw const own as i64, &raw const theirs as i64);
+        // What comes with a queued signal: from a user.
+        let info = [0_u64; 16];
+        let info = info.as_ptr() as i64;
+        let attempts: [(&str, i64, [i64; 6]); 8] = [
+            ("kill", libc::SYS_kill, [pid, kill, 0, 0, 0, 0]),
+            ("stop", libc::SYS_kill, [pid, libc::SIGSTOP as i64, 0, 0, 0, 0]),
+            ("tgkill", libc::SYS_tgkill, [pid, pid, kill, 0, 0, 0]),
+            ("queue a signal", libc::SYS_rt_sigqueueinfo, [pid, kill, info, 0, 0, 0]),
+            ("attach", libc::SYS_ptrace, [libc::PTRACE_ATTACH as i64, pid, 0, 0, 0, 0]),
+            ("seize", libc::SYS_ptrace, [libc::PTRACE_SEIZE as i64, pid, 0, 0, 0, 0]),
+            ("read", libc::SYS_process_vm_readv, [pid, own, 1, theirs, 1, 0]),
+            ("write", libc::SYS_process_vm_writev, [pid, own, 1, theirs, 1, 0]),
+        ];
+        for (name, call, [a, b, c, d, e, f]) in attempts {
+            let relative = in_process(|| {
+                become_user(USER);
+                rustix::thread::set_no_new_privs(true).unwrap();
+                keiki_vmm::jail::filter().unwrap();
+                // SAFETY: the process ends here, either way; the structures outlive the call.
+                unsafe { libc::syscall(call, a, b, c, d, e, f) };
+                3
+            });
+            assert_eq!(relative, (None, Some(libc::SIGSYS)), "{name}");
+            let stranger = in_process(|| {
+                become_user(USER + 1);
+                // SAFETY: as above.
+                let done = unsafe { libc::syscall(call, a, b, c, d, e, f) };
+                if done < 0 { std::io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
+            });
+            assert_eq!(stranger, (Some(libc::EPERM), None), "{name}");
+        }
+    }
+    // The one signal that a relative may send does nothing to whoever gets it, however often.
+    for pid in [machine.pid(), zygote.pid(), copy.pid()] {
+        let threads =
+            fs::read_dir(format!("/proc/{pid}/task")).unwrap().map(|entry| entry.unwrap().file_name());
+        let threads: Vec<i64> = threads.map(|name| name.to_str().unwrap().parse().unwrap()).collect();
+        let sent = in_process(|| {
+            become_user(USER);
+            rustix::thread::set_no_new_privs(true).unwrap();
+            keiki_vmm::jail::filter().unwrap();
+            for thread in threads.iter().cycle().take(3000) {
+                // SAFETY: the call takes numbers only.
+                let done = unsafe {
+                    libc::syscall(libc::SYS_tgkill, i64::from(pid), *thread, libc::SIGRTMIN() as i64)
+                };
+                if done != 0 {
+                    return 1;
+                }
+            }
+            0
+        });
+        assert_eq!(sent, (Some(0), None), "the kick of {pid}");
+    }
+    assert!(machine.lives() && zygote.lives() && copy.lives());
+    machine.counts();
+    copy.counts();
+    place.thaw(&mut zygote).counts();
+    place.thaw(&mut place.freeze(&mut machine).0).counts();
 }
 
 /// What the filter is for: each of these ends whoever tries.

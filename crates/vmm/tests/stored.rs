@@ -1,9 +1,12 @@
 //! Machines written down and read again: whole cycles, and every way in which files can be wrong.
 
+#[path = "../../hv/tests/in_use/mod.rs"]
+mod in_use;
 mod monitor;
 
-use keiki_control::FailureKind;
-use keiki_control::{ControlError, Shape};
+use keiki_control::{ControlError, FailureKind, Reply, Request, Shape};
+use keiki_hv::Kvm;
+use keiki_vmm::frozen::Frozen;
 use monitor::{COUNT, LETTERS, Monitor, Place, SILENT, Stored, place, until};
 use std::{fs, os::unix::fs::FileExt, os::unix::fs::MetadataExt};
 
@@ -90,16 +93,32 @@ fn the_page_map_of_a_relative_is_refused() {
     place.try_persist(&mut zygote, &stored, own).unwrap();
 }
 
+/// Why these files are not loaded.
+fn refusal(place: &Place, stored: &Stored) -> String {
+    match place.try_load(stored) {
+        Err(ControlError::Failed { kind: FailureKind::Refused, sentence }) => sentence,
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("it was taken"),
+    }
+}
+
+fn state_of(stored: &Stored) -> Frozen {
+    Frozen::from_bytes(&fs::read(&stored.state).unwrap()).unwrap()
+}
+
+/// The same machine in another state, which its digest is right for.
+fn with_state(place: &Place, stored: &Stored, frozen: &Frozen) -> Stored {
+    let (path, bytes) = (place.path("state"), frozen.to_bytes().unwrap());
+    fs::write(&path, &bytes).unwrap();
+    Stored { state: path, digest: *blake3::hash(&bytes).as_bytes(), ..stored.clone() }
+}
+
 #[test]
 fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     let Some(place) = place() else { return };
     let (_machine, _zygote, stored) = stored(&place, SILENT);
     let state = fs::read(&stored.state).unwrap();
-    let refused = |stored: &Stored| match place.try_load(stored) {
-        Err(ControlError::Failed { kind: FailureKind::Refused, sentence }) => sentence,
-        Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it was taken"),
-    };
+    let refused = |stored: &Stored| refusal(&place, stored);
     let with_state = |bytes: &[u8], digest: bool| {
         let path = place.path("state");
         fs::write(&path, bytes).unwrap();
@@ -132,4 +151,101 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     assert_eq!(error, "the memory file has 15728640 bytes, the machine has 16 MiB");
     // A blank that refused can still take what is right.
     place.thaw(&mut place.load(&stored)).counts();
+}
+
+/// A machine of another processor: refused by the name of what is missing here, before anything starts.
+#[test]
+fn a_processor_that_is_not_here_is_refused_by_name() {
+    let Some(place) = place() else { return };
+    let (_machine, _zygote, stored) = stored(&place, SILENT);
+    // Leaf 7, by register: EBX is number 4 of an entry, EDX number 6.
+    let here = Kvm::open().unwrap().supported_cpuid().unwrap();
+    let here = here.as_slice().iter().find(|entry| (entry.function, entry.index) == (7, 0)).copied().unwrap();
+    let refused = |register: usize, bits: u32| {
+        let mut frozen = state_of(&stored);
+        let entry = frozen.cpu.entries.iter_mut().find(|entry| (entry[0], entry[1]) == (7, 0)).unwrap();
+        entry[register] |= bits;
+        refusal(&place, &with_state(&place, &stored, &frozen))
+    };
+    let lacks =
+        |name: &str| format!("this host's processor has no {name}, which the machine was started with");
+    let missing = (0..32).find(|bit| here.ebx & 1 << bit == 0 && ![0, 1, 3, 5, 7, 8].contains(bit));
+    let missing: u32 = missing.expect("a processor has everything");
+    assert_eq!(refused(4, 1 << missing), lacks(&format!("bit {missing} of CPUID 0x7.0 Ebx")));
+    // Those that have a name, of which no processor has all: some are of one vendor.
+    let named =
+        [(10, "md_clear"), (26, "spec_ctrl"), (27, "stibp"), (28, "flush_l1d"), (29, "arch_capabilities")];
+    let missing: Vec<_> = named.iter().filter(|(bit, _)| here.edx & 1 << bit == 0).collect();
+    if !missing.is_empty() {
+        let names: Vec<_> = missing.iter().map(|(_, name)| *name).collect();
+        assert_eq!(
+            refused(6, named.iter().fold(0, |bits, (bit, _)| bits | 1 << bit)),
+            lacks(&names.join(", "))
+        );
+    }
+    let mut frozen = state_of(&stored);
+    frozen.cpu.version = 2;
+    let error = refusal(&place, &with_state(&place, &stored, &frozen));
+    assert_eq!(error, "the saved processor model has version 2, this monitor reads version 1");
+    let mut frozen = state_of(&stored);
+    let vendor = frozen.cpu.entries.iter_mut().find(|entry| entry[0] == 0).unwrap();
+    vendor[4..].copy_from_slice(&[*b"Nobo", *b"Ever", *b"dysF"].map(u32::from_le_bytes));
+    let error = refusal(&place, &with_state(&place, &stored, &frozen));
+    assert!(
+        error.starts_with("the machine was started on a processor of NobodysFEver, this one is of "),
+        "{error}"
+    );
+    place.thaw(&mut place.load(&stored)).counts();
+}
+
+/// What only KVM or a device can tell is found by the copy, which says it and ends; the zygote can be asked again.
+#[test]
+fn a_state_that_does_not_fit_ends_the_copy_alone() {
+    let Some(place) = place() else { return };
+    let (_machine, _zygote, stored) = stored(&place, SILENT);
+    let refused = |change: &dyn Fn(&mut Frozen)| {
+        let mut frozen = state_of(&stored);
+        change(&mut frozen);
+        let mut zygote = place.load(&with_state(&place, &stored, &frozen));
+        let error = match place.try_thaw(&mut zygote) {
+            Err(ControlError::Failed { kind: FailureKind::Refused, sentence }) => sentence,
+            Err(other) => panic!("{other}"),
+            Ok(_) => panic!("it was taken"),
+        };
+        assert!(matches!(zygote.call(&Request::Hello), Reply::Hello(_)), "the zygote is gone");
+        error
+    };
+    let error = refused(&|f| f.vcpus[0].msrs.push((0x1234_5678, 5)));
+    assert_eq!(error, "the host's KVM refuses the value of MSR 0x12345678");
+    let error = refused(&|f| f.vcpus[0].version = 2);
+    assert_eq!(error, "the saved vCPU has version 2, this monitor reads version 1");
+    let count = state_of(&stored).devices.len();
+    let error = refused(&|f| drop(f.devices.pop()));
+    assert_eq!(error, format!("the state has {} devices, this machine has {count}", count - 1));
+    let error = refused(&|f| f.devices.swap(0, 1));
+    assert_eq!(error, "state of the virtio-mmio device: queues are not as many as this device has");
+    place.thaw(&mut place.load(&stored)).counts();
+}
+
+/// Finding 11, through the monitor: what a vCPU has is the same after a load and a thaw, a freeze and another thaw.
+#[test]
+fn a_vcpu_in_use_comes_through_files_and_forks() {
+    let Some(place) = place() else { return };
+    let (_machine, _zygote, stored) = stored(&place, SILENT);
+    let mut frozen = state_of(&stored);
+    in_use::fill(&mut frozen.vcpus[0]);
+    let mut zygote = place.load(&with_state(&place, &stored, &frozen));
+    for round in 0..2 {
+        let mut copy = place.thaw(&mut zygote);
+        copy.counts();
+        zygote = place.freeze(&mut copy).0;
+        copy.kill();
+        let (again, _) = place.persist(&mut zygote, None);
+        let again = state_of(&again);
+        in_use::compare(&again.vcpus[0], &frozen.vcpus[0]);
+        let deadline = in_use::msr(&again.vcpus[0], in_use::TSC_DEADLINE);
+        assert_eq!(deadline, Some(in_use::LATER), "round {round}");
+        // It runs on from where it was, on its own code.
+        assert!(again.vm.clock.clock > frozen.vm.clock.clock);
+    }
 }

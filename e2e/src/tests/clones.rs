@@ -1,6 +1,6 @@
 //! A clone is safe to use: what it does not share with its original, and who may have a say in that.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
 use keiki_client::Client;
 use keiki_types::{
@@ -46,53 +46,6 @@ pub async fn identity_is_new_in_copies_and_kept_by_a_wake(world: Arc<World>) -> 
     Ok(())
 }
 
-/// Values drawn by a process that was spinning on the kernel's generators when it was frozen. The same value in two
-/// copies must be the same line, with the same time: drawn before the freeze. One that was drawn afterwards, from
-/// a state that was copied, would have two times.
-pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
-    const SPIN: &str = "import os, time, uuid
-out = open(\"/dev/shm/drawn\", \"w\", buffering=1)
-while True:
-    out.write(\"%d %s %s\\n\" % (time.time_ns(), os.urandom(8).hex(), uuid.uuid4().hex))
-";
-    const LAST: &str = "tail -c 1000000 /dev/shm/drawn";
-    let parent = Sandbox::create(&world.node.client).await?;
-    parent.client.write_bytes(parent.id, "/root/spin.py", None, SPIN).await?;
-    parent.background("python3 /root/spin.py").await?;
-    parent.sh("for i in $(seq 100); do [ -s /dev/shm/drawn ] && exit 0; sleep 0.1; done; exit 1").await?;
-    for _ in 0..2 {
-        let mut copies = parent.fork(3).await?;
-        copies.push(Sandbox::restore(&parent.client, &parent.snapshot().await?).await?);
-        let mut all = Vec::new();
-        for copy in &copies {
-            copy.sh("sleep 0.2; pkill -STOP python3").await?;
-            all.push(copy.sh(LAST).await?);
-            copy.kill().await?;
-        }
-        all.push(parent.sh(LAST).await?);
-        let mut times = std::collections::HashMap::new();
-        let mut fresh = 0;
-        for (n, text) in all.iter().enumerate() {
-            // The first line may be cut.
-            for line in text.lines().skip(1) {
-                let mut words = line.split(' ');
-                let time = words.next().unwrap_or_default();
-                for value in words.filter(|value| value.len() >= 16) {
-                    match times.insert(value, (time, n)) {
-                        Some((before, _)) if before == time => {}
-                        Some((before, m)) => {
-                            anyhow::bail!("copies {m} and {n} drew {value}, at {before} and {time}")
-                        }
-                        None => fresh += 1,
-                    }
-                }
-            }
-        }
-        ensure!(fresh > 1000, "only {fresh} values were drawn");
-    }
-    Ok(())
-}
-
 pub async fn hooks_run_in_each_copy_and_can_refuse_it(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let parent = Sandbox::create(client).await?;
@@ -134,7 +87,8 @@ outside = socket.create_connection((\"172.31.255.1\", 53))
 def listen():
     try: end = repr(outside.recv(1))
     except OSError as error: end = type(error).__name__
-    open(\"/dev/shm/outside\", \"w\").write(end + \" %f\" % time.time())
+    since = time.time() - os.stat(\"/run/keiki/generation\").st_mtime
+    open(\"/dev/shm/outside\", \"w\").write(end + \" %f\" % since)
 threading.Thread(target=listen, daemon=True).start()
 n = 0
 while True:
@@ -155,6 +109,9 @@ while True:
         .sh("for i in $(seq 40); do [ -s /dev/shm/outside ] && break; sleep 0.05; done; cat /dev/shm/outside")
         .await?;
     ensure!(end.starts_with("ConnectionResetError"), "the copy's connection ended with {end:?}");
+    // The generation is written just before user work goes on.
+    let since: f64 = end.rsplit(' ').next().unwrap_or_default().parse()?;
+    ensure!(since < within(1).as_secs_f64(), "it ended {since} s after the copy went on");
     let inside = "a=$(cat /dev/shm/inside); sleep 0.5; b=$(cat /dev/shm/inside); [ $b -gt $a ] && echo alive";
     ensure!(child.sh(inside).await? == "alive", "a connection inside the copy did not live on");
     let of_parent = parent.sh("cat /dev/shm/outside 2>/dev/null; true").await?;

@@ -5,14 +5,14 @@
 //! `KEIKI_E2E_LONG` all.
 
 use crate::{
-    World,
+    World, long,
     node::{Node, Options, Traces},
     sandbox::Sandbox,
 };
 use anyhow::{Context, Result, bail, ensure};
 use keiki_types::{
     Status,
-    api::{BuildTemplate, CreateSandbox, ForkSandbox, Snapshot},
+    api::{BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, ForkTree, Promote, Snapshot},
 };
 use std::{
     collections::BTreeMap,
@@ -34,7 +34,7 @@ const AHEAD: usize = 2;
 const SLOTS_AHEAD: usize = 9;
 
 /// A verb, how many sandboxes it makes, and the fewest steps it has: fewer, and the points are gone.
-const VERBS: [(&str, usize, u32); 10] = [
+const VERBS: [(&str, usize, u32); 12] = [
     ("create", 1, 5),
     ("restore", 1, 6),
     ("snapshot", 0, 8),
@@ -45,6 +45,8 @@ const VERBS: [(&str, usize, u32); 10] = [
     ("resume", 0, 4),
     ("delete", 0, 3),
     ("delete_snapshot", 0, 2),
+    ("promote", 3, 9),
+    ("exec", 0, 4),
 ];
 
 /// A node and what must outlive every death of it.
@@ -61,8 +63,8 @@ pub async fn a_node_killed_at_any_step_of_any_verb(world: Arc<World>) -> Result<
     let mut trial = Trial::begin(&world, "steps").await?;
     for (verb, makes, fewest) in VERBS {
         let steps = trial.all_steps(verb, makes).await?;
-        ensure!(!is_long() || steps >= fewest, "{verb} has {steps} steps, not {fewest} and more");
-        ensure!(!is_long() || trial.digests()? == trial.bases, "{verb} changed a base file");
+        ensure!(!long() || steps >= fewest, "{verb} has {steps} steps, not {fewest} and more");
+        ensure!(!long() || trial.digests()? == trial.bases, "{verb} changed a base file");
     }
     ensure!(trial.digests()? == trial.bases, "a base file has changed");
     trial.end().await
@@ -70,23 +72,25 @@ pub async fn a_node_killed_at_any_step_of_any_verb(world: Arc<World>) -> Result<
 
 pub async fn a_node_killed_while_it_bakes_or_starts(world: Arc<World>) -> Result<()> {
     let mut trial = Trial::begin(&world, "builds").await?;
-    for step in (1..MOST).filter(|step| is_long() || [2, 12].contains(step)) {
+    for step in (1..MOST).filter(|step| long() || [2, 12].contains(step)) {
         if !trial.step("build", 0, step).await? {
             break;
         }
     }
-    for step in (1..MOST).filter(|step| is_long() || [1, 4].contains(step)) {
+    for step in (1..MOST).filter(|step| long() || *step == 2) {
+        if !trial.step("delete_template", 0, step).await? {
+            ensure!(step > 2, "a template is deleted in {} steps", step - 1);
+            break;
+        }
+    }
+    for step in (1..MOST).filter(|step| long() || [1, 4].contains(step)) {
         if !trial.start_failing(step).await? {
             ensure!(step > 4, "a start has {} steps", step - 1);
             return trial.end().await;
         }
     }
-    ensure!(!is_long(), "a start never gets through");
+    ensure!(!long(), "a start never gets through");
     trial.end().await
-}
-
-fn is_long() -> bool {
-    std::env::var_os("KEIKI_E2E_LONG").is_some()
 }
 
 impl Trial {
@@ -111,11 +115,11 @@ impl Trial {
     /// Dies at every step of a verb until it gets through; how many that were.
     async fn all_steps(&mut self, verb: &str, makes: usize) -> Result<u32> {
         for step in 1..MOST {
-            if (is_long() || SHORT.contains(&step)) && !self.step(verb, makes, step).await? {
+            if (long() || SHORT.contains(&step)) && !self.step(verb, makes, step).await? {
                 return Ok(step - 1);
             }
         }
-        ensure!(!is_long(), "{verb} has more than {MOST} steps");
+        ensure!(!long(), "{verb} has more than {MOST} steps");
         Ok(MOST)
     }
 
@@ -128,11 +132,28 @@ impl Trial {
             done?;
         }
         self.restart(None).await?;
+        if verb == "delete_template" {
+            self.whole_or_gone().await?;
+            self.node.bake().await?;
+        }
         let checked = self.check(verb, makes).await;
         checked.with_context(|| {
             format!("after a death at step {step} of {verb}; the node says\n{}", self.node.log_tail())
         })?;
         Ok(died)
+    }
+
+    /// A template that is listed as ready makes sandboxes; one that is not has no files.
+    async fn whole_or_gone(&self) -> Result<()> {
+        let is_ready = self.node.client.template(&"base".parse()?).await?.status == "ready";
+        let there = self.entries("templates/base")?;
+        ensure!(there == usize::from(is_ready), "{there} versions of a template that is ready: {is_ready}");
+        if is_ready {
+            let made = Sandbox::create(&self.node.client).await?;
+            made.sh("true").await?;
+            made.kill().await?;
+        }
+        Ok(())
     }
 
     async fn start_failing(&mut self, step: u32) -> Result<bool> {
@@ -183,6 +204,24 @@ impl Trial {
             }
             "delete" => client.delete(Sandbox::create(&client).await?.id).await?,
             "delete_snapshot" => client.delete_snapshot(client.snapshot(id).await?.id).await?,
+            "promote" => {
+                let three = ForkTree { count: 3, metadata: None, ttl_seconds: None };
+                let tree = client.fork_tree(id, &three).await?.children;
+                let winner = tree.first().context("no children")?.id;
+                let promoted =
+                    client.promote(winner, &Promote { cleanup_siblings: true, tree_id: None }).await?;
+                ensure!(promoted.deleted.len() == 2, "{promoted:?}");
+            }
+            "exec" => {
+                let line = ExecRequest {
+                    cmd: Some("cat; exit 3".into()),
+                    stdin: Some("hi".into()),
+                    ..ExecRequest::default()
+                };
+                let done = client.exec(id, &line).await?;
+                ensure!((done.stdout.as_str(), done.exit_code) == ("hi", 3), "{done:?}");
+            }
+            "delete_template" => client.delete_template(&"base".parse()?).await?,
             "build" => {
                 let again = BuildTemplate { name: "base".into(), rebake: true, ..BuildTemplate::default() };
                 let mut build = client.build_template(&again).await?;
@@ -209,8 +248,13 @@ impl Trial {
         );
         let mut others = client.list(false).await?;
         others.retain(|one| one.id != self.keeper.id);
-        let most = if verb == "delete" { 1 } else { makes };
-        ensure!(others.is_empty() || others.len() == most, "{} of {most} sandboxes", others.len());
+        // All or nothing; of what is deleted one by one, something.
+        let expected = match verb {
+            "delete" => others.len() <= 1,
+            "promote" => (1..=makes).contains(&others.len()),
+            _ => others.is_empty() || others.len() == makes,
+        };
+        ensure!(expected, "{} of {makes} sandboxes", others.len());
         for other in others {
             ensure!(other.error.is_none(), "{}: {:?}", other.id, other.error);
             let other = Sandbox { client: client.clone(), id: other.id };

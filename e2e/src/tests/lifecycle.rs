@@ -1,12 +1,15 @@
 //! States and time.
 
-use super::refused;
+use super::{
+    observe::{metric, metrics},
+    refused,
+};
 use crate::{World, sandbox::Sandbox};
 use anyhow::{Result, ensure};
 use futures::TryStreamExt;
 use keiki_types::{
     Status,
-    api::{CreateSandbox, ExecRequest, SetLifecycle},
+    api::{CreateSandbox, ExecRequest, SetLifecycle, execs::StartExec},
 };
 use std::{sync::Arc, time::Duration};
 
@@ -53,6 +56,97 @@ pub async fn hibernated_and_woken_by_use(world: Arc<World>) -> Result<()> {
     refused(client.sandbox(sandbox.id).await, 404, "no sandbox")
 }
 
+/// Whatever asks for its files wakes it, and finds what was written last. Asleep it has no machine, no slot, no memory.
+pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
+    let sandbox = Sandbox::create(&world.node.client).await?;
+    let (client, id) = (&sandbox.client, sandbox.id);
+    // What is prepared for the next create has slots, too.
+    for _ in 0..100 {
+        if metric(&metrics(&world.node).await?, r#"keiki_prestarted_machines{template="base"}"#) == Some(2.0)
+        {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let tar = {
+        client.write_bytes(id, "/root/packed/inner", None, "inner").await?;
+        let chunks: Vec<_> = client.read_archive(id, "/root/packed").await?.try_collect().await?;
+        bytes::Bytes::from(chunks.concat())
+    };
+    for (round, way) in ["read", "write", "list", "stat", "pack", "unpack", "watch"].into_iter().enumerate() {
+        // Nothing is synced, and the hibernation comes at once.
+        let last = format!("written last in round {round}");
+        client.write_bytes(id, "/root/d/f", None, last.clone()).await?;
+        sandbox.sh(&format!("echo {round} > /root/d/by-a-program")).await?;
+        fall_asleep(&world, &sandbox).await?;
+        if round == 0 {
+            client.wake(id).await?;
+            fall_asleep(&world, &sandbox).await?;
+        }
+        match way {
+            "read" => {
+                let read: Vec<_> = client.read_file(id, "/root/d/f").await?.chunks.try_collect().await?;
+                ensure!(read.concat() == last.as_bytes(), "read {read:?}");
+            }
+            "write" => drop(client.write_bytes(id, "/root/d/g", None, "new").await?),
+            "list" => {
+                let names: Vec<_> =
+                    client.list_dir(id, "/root/d").await?.into_iter().map(|e| e.name).collect();
+                ensure!(names == ["by-a-program", "f", "g"], "{names:?}");
+            }
+            "stat" => ensure!(client.stat(id, "/root/d/f").await?.size == last.len() as u64, "its size"),
+            "pack" => {
+                let packed: Vec<_> = client.read_archive(id, "/root/d").await?.try_collect().await?;
+                let packed = packed.concat();
+                ensure!(
+                    packed.windows(last.len()).any(|part| part == last.as_bytes()),
+                    "it is not in the archive"
+                );
+            }
+            "unpack" => {
+                let whole = futures::stream::iter([Ok(tar.clone())]);
+                let unpacked =
+                    client.write_archive(id, "/root/d", keiki_client::Unpacking::default(), whole).await?;
+                ensure!(unpacked.files == 1, "{unpacked:?}");
+            }
+            _ => {
+                let mut events = client.watch(id, "/root/d", false).await?;
+                ensure!(events.try_next().await?.is_some_and(|event| event.kind == "ready"), "not watched");
+                sandbox.sh("echo x > /root/d/h").await?;
+                ensure!(events.try_next().await?.is_some_and(|event| event.path == "/root/d/h"), "not told");
+            }
+        }
+        let awake = sandbox.view().await?;
+        ensure!(
+            awake.status == Status::Running && awake.boot_mode == "wake",
+            "{way} does not wake it: {awake:?}"
+        );
+        let kept = sandbox.sh("cat /root/d/f /root/d/by-a-program").await?;
+        ensure!(kept == format!("{last}{round}"), "after a wake by {way}: {kept:?}");
+    }
+    ensure!(sandbox.sh("cat /root/d/g /root/d/packed/inner").await? == "newinner", "what woke it was lost");
+    Ok(())
+}
+
+async fn fall_asleep(world: &World, sandbox: &Sandbox) -> Result<()> {
+    const COSTS: [&str; 2] = ["keiki_slots_used", "keiki_memory_admitted_bytes"];
+    let measure = async || -> Result<[f64; 2]> {
+        let text = metrics(&world.node).await?;
+        Ok(COSTS.map(|name| metric(&text, name).unwrap_or(f64::NAN)))
+    };
+    let (awake, monitors) = (measure().await?, world.node.monitors_of(sandbox.id)?);
+    ensure!(!monitors.is_empty(), "it has no monitor while it runs");
+    sandbox.client.hibernate(sandbox.id).await?;
+    let asleep = measure().await?;
+    ensure!(awake[0] - asleep[0] == 1.0, "slots: {} awake, {} asleep", awake[0], asleep[0]);
+    ensure!(awake[1] - asleep[1] >= f64::from(256 << 20), "RAM: {} awake, {} asleep", awake[1], asleep[1]);
+    // The process is gone, and with it every page.
+    for pid in monitors {
+        ensure!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "monitor {pid} is still there");
+    }
+    Ok(())
+}
+
 pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let create = |persistent| CreateSandbox {
@@ -63,6 +157,13 @@ pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     let passing = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };
     let lasting = Sandbox { client: client.clone(), id: client.create(&create(true)).await?.id };
     let used = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };
+    // Nor does a command in the background keep it in use, with input that it does not read.
+    let unread = ExecRequest {
+        cmd: Some("sleep 600".into()),
+        stdin: Some("x".repeat(1 << 20)),
+        ..ExecRequest::default()
+    };
+    client.start_exec(passing.id, &StartExec { command: unread, ..StartExec::default() }).await?;
     // A long command is activity all the time; a GET is none.
     ensure!(used.sh("sleep 4; echo done").await? == "done", "swept while in use");
     client.set_lifecycle(used.id, &SetLifecycle { ttl_seconds: Some(600), persistent: None }).await?;
@@ -96,7 +197,8 @@ pub async fn a_guest_that_dies_is_reported(world: Arc<World>) -> Result<()> {
     }
     let view = sandbox.view().await?;
     ensure!(view.status == Status::Failed, "it is {}", view.status);
-    ensure!(view.error.is_some_and(|error| error.contains("panic")), "the console's tail is missing");
+    let error = view.error.unwrap_or_default();
+    ensure!(error.contains("panic"), "the console's tail is missing: {error}");
     let refusal = client.exec(sandbox.id, &echo()).await.err();
     let told =
         refusal.as_ref().and_then(keiki_client::Error::console).is_some_and(|tail| tail.contains("panic"));

@@ -11,7 +11,7 @@
 //!    is promised, and afterwards nothing may be left.
 
 use super::observe::{metric, metrics};
-use crate::{World, node::Node, sandbox::Sandbox};
+use crate::{World, node::Node, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::{StreamExt, future::try_join_all, stream};
@@ -45,8 +45,8 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
         let sandbox = others[n % others.len()].clone();
         slow.spawn(async move { hold(n, &sandbox).await });
     }
-    // Until all of them are under way.
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    stand_still(&others).await?;
     if let Some(ended) = slow.try_join_next() {
         ended??;
         anyhow::bail!("something slow ended at once");
@@ -55,8 +55,28 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
     println!("        ls, 99 of 100: {alone:.1?} alone, {beside:.1?} beside {} slow requests", CLIENTS - 1);
     slow.shutdown().await;
     // On a machine that others use, too, what it takes alone is the measure.
-    ensure!(beside <= P99.max(alone * 2), "ls takes {beside:?} beside slow commands, {alone:?} alone");
+    ensure!(
+        beside <= P99.max(alone * 2) * patience(),
+        "ls takes {beside:?} beside slow commands, {alone:?} alone"
+    );
     Ok(())
+}
+
+/// Waits until all that is slow waits for something. Output that nobody reads fills what lies between first, and on few
+/// CPUs under emulation that would be measured instead.
+async fn stand_still(sandboxes: &[Sandbox]) -> Result<()> {
+    let mut before = u64::MAX;
+    for _ in 0..60 {
+        let views = try_join_all(sandboxes.iter().map(Sandbox::view)).await?;
+        let used: u64 = views.iter().filter_map(|view| view.cpu_ms).sum();
+        // A guest that idles still ticks.
+        if before != u64::MAX && used - before < 200 {
+            return Ok(());
+        }
+        before = used;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    anyhow::bail!("what is slow never waits")
 }
 
 async fn p99_of_ls(probe: &Sandbox) -> Result<Duration> {
@@ -81,7 +101,8 @@ async fn hold(n: usize, sandbox: &Sandbox) -> Result<()> {
     match n % 4 {
         0 => sandbox.sh("sleep 600").await.map(drop),
         1 => {
-            let line = "while :; do echo 0123456789012345678901234567890123456789; done";
+            // As fast as it can: it waits once what lies between is full.
+            let line = "yes 0123456789012345678901234567890123456789";
             let request = ExecRequest { cmd: Some(line.into()), ..ExecRequest::default() };
             let _unread = client.exec_stream(id, &request).await?;
             std::future::pending().await
@@ -121,7 +142,7 @@ impl Figures {
 }
 
 pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result<()> {
-    let long = std::env::var_os("KEIKI_E2E_LONG").is_some();
+    let long = crate::long();
     let half = Duration::from_secs(if long { 300 } else { 30 });
     let node = &world.node;
     // The allocator keeps what the first half needed: a leak is what the second adds.

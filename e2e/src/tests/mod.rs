@@ -3,11 +3,17 @@
 mod api;
 mod bench;
 mod clones;
+mod clones_disk;
+mod clones_random;
+mod clones_services;
+mod clones_time;
+mod clones_traffic;
 mod crash;
 mod disk;
 mod exec;
 mod failpoints;
 mod files;
+mod gate;
 mod lifecycle;
 mod lineage;
 mod load;
@@ -16,10 +22,14 @@ mod network;
 mod observe;
 mod ports;
 mod previews;
+mod programs;
 mod races;
+mod secrets;
 mod sessions;
+mod stale;
 mod state;
 pub mod templates;
+mod times;
 mod trees;
 
 use crate::Test;
@@ -55,6 +65,10 @@ pub fn all() -> Vec<(&'static str, Test)> {
         trees::cp_copies_trees_both_ways,
         trees::changes_are_told,
         trees::files_that_wait_are_read_to_where_they_are,
+        programs::verbs_of_every_day,
+        programs::a_forward_keeps_half_closes,
+        programs::a_shell_on_a_terminal,
+        programs::a_killed_template_build_is_gone_on_with,
         sessions::a_background_command_is_found_again,
         sessions::input_and_signals_reach_it,
         sessions::it_goes_on_in_a_fork_and_after_a_hibernation,
@@ -69,11 +83,19 @@ pub fn all() -> Vec<(&'static str, Test)> {
         state::unsynced_writes_are_of_the_same_instant,
         state::divergence_never_leaks,
         state::a_copy_is_a_new_individual,
+        times::a_copy_of_a_busy_one_is_whole,
+        times::a_week_later_the_clock_is_right,
         clones::identity_is_new_in_copies_and_kept_by_a_wake,
-        clones::no_two_copies_draw_the_same,
         clones::hooks_run_in_each_copy_and_can_refuse_it,
         clones::connections_with_the_outside_are_reset_at_once,
         clones::secrets_follow_their_fate,
+        secrets::nothing_of_a_dropped_secret_is_in_a_snapshot,
+        gate::generations_grow_along_a_lineage,
+        gate::every_way_to_a_copy_has_the_gate,
+        gate::a_copy_that_fails_a_step_is_destroyed_and_its_maker_told,
+        clones_random::no_two_copies_draw_the_same,
+        clones_disk::what_was_acknowledged_is_in_every_copy,
+        clones_traffic::traffic_is_the_originals,
         lineage::a_child_outlives_its_parent,
         lineage::a_fork_of_a_fork,
         lineage::a_snapshot_outlives_its_ancestors,
@@ -83,6 +105,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
         memory::a_guest_that_frees_memory_shrinks,
         lifecycle::paused_and_resumed,
         lifecycle::hibernated_and_woken_by_use,
+        lifecycle::every_way_to_its_files_wakes_it,
         lifecycle::the_ttl_deletes_or_hibernates,
         lifecycle::a_guest_that_dies_is_reported,
         bench::a_quick_run_measures_and_leaves_nothing,
@@ -108,9 +131,17 @@ pub fn all() -> Vec<(&'static str, Test)> {
         sessions::it_goes_on_without_the_node,
         load::a_slow_command_delays_no_other_sandbox,
         load::thirty_two_clients_and_nothing_is_left,
+        stale::a_snapshot_says_why_it_should_be_made_anew,
+        secrets::a_node_killed_with_secrets_in_its_hands_gives_them_back,
         templates::a_template_of_ones_own_is_a_file,
         templates::a_code_interpreter_has_its_imports_done,
+        clones_random::numpy_begins_anew_in_a_running_process,
+        clones_time::clocks_are_right_and_timers_fire,
+        clones_services::what_talks_inside_talks_on,
+        clones_services::names_and_neighbours_of_another_slot_are_forgotten,
+        clones_services::ssh_servers_of_copies_have_keys_of_their_own,
         templates::the_examples_run,
+        templates::the_prefork_example_runs,
         crash::a_killed_node_finds_its_machines_again,
         crash::killed_in_the_middle_of_everything,
         failpoints::a_node_killed_at_any_step_of_any_verb,
@@ -119,6 +150,16 @@ pub fn all() -> Vec<(&'static str, Test)> {
         disk::room_is_promised_once,
     ]
 }
+
+/// Those that measure times or the whole host: nothing else may run.
+pub const ALONE: &[&str] = &[
+    "exec::a_timeout_kills_everything_it_started",
+    "exec::a_background_child_does_not_hold_the_call",
+    "clones::connections_with_the_outside_are_reset_at_once",
+    "memory::a_guest_that_frees_memory_shrinks",
+    "load::a_slow_command_delays_no_other_sandbox",
+    "load::thirty_two_clients_and_nothing_is_left",
+];
 
 /// The call was refused with this status, and the sentence has these words.
 pub fn refused<T>(answer: keiki_client::Result<T>, status: u16, words: &str) -> Result<()> {

@@ -11,7 +11,7 @@ use futures::future::join_all;
 use keiki_client::{Client, Error};
 use keiki_types::{
     Status, TemplateName,
-    api::{BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox},
+    api::{BuildTemplate, CreateSandbox, ExecRequest, ForkSandbox, ForkTree},
 };
 use std::{sync::Arc, time::Duration};
 
@@ -94,6 +94,13 @@ pub async fn a_named_request_is_carried_out_once(world: Arc<World>) -> Result<()
     let early = CreateSandbox { template: Some("nope".into()), ..CreateSandbox::default() };
     refused(named(&node, "early").create(&early).await, 404, "nope")?;
     ensure!(named(&node, "early").create(&request).await.is_ok(), "a request that failed kept its name");
+
+    // Also when the parent, whose labels were taken over, is gone.
+    let tree = ForkTree { count: 1, ..ForkTree::default() };
+    let made = named(&node, "tree").fork_tree(parent, &tree).await?;
+    node.client.delete(parent).await?;
+    let again = named(&node, "tree").fork_tree(parent, &tree).await?;
+    ensure!(again.tree_id == made.tree_id && ids(&again.children) == ids(&made.children), "another tree");
     node.finish().await
 }
 

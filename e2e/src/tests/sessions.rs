@@ -170,8 +170,16 @@ pub async fn it_goes_on_in_a_fork_and_after_a_hibernation(world: Arc<World>) -> 
     client.remove_exec(children[0].id, &exec.id).await?;
     let (parent, child) = (read_to(client, id, &exec.id, 15), read_to(client, children[1].id, &exec.id, 15));
     tokio::try_join!(parent, child)?;
+    // Input that it has not read yet is its own, too.
+    let input: String = (0..300_000u32).map(|n| format!("{n} ")).collect();
+    let late = ExecRequest { stdin: Some(input.clone()), ..start("sleep 2; md5sum").command };
+    let late = client.start_exec(id, &StartExec { command: late, ..StartExec::default() }).await?;
     client.hibernate(id).await?;
     read_to(client, id, &exec.id, 25).await?;
+    client.write_bytes(id, "/root/all", None, input).await?;
+    let expected = sandbox.sh("md5sum < /root/all").await?;
+    let (sum, _) = to_the_end(client.attach_exec(id, &late.id, From::Offsets(0, 0)).await?).await?;
+    ensure!(sum.trim_end() == expected, "its input came as {sum:?}, not {expected:?}");
     ensure!(client.get_exec(id, &exec.id).await?.status == "running", "after a wake");
     // Also a command whose caller a hibernation has cut off.
     let cut = ExecRequest { cmd: Some("sleep 3; echo late; sleep 300".into()), ..ExecRequest::default() };
@@ -360,6 +368,37 @@ pub async fn twenty_terminals_and_commands_beside_each_other(world: Arc<World>) 
     let beside = tokio::time::timeout(Duration::from_secs(30), sandbox.sh("echo fine")).await;
     ensure!(beside.context("stuck")?? == "fine", "a command beside unread ones");
     drop(stuck);
+    output_that_nobody_reads_is_bounded(&sandbox).await
+}
+
+/// However many commands write what nobody reads, and whoever of them is read loses nothing.
+async fn output_that_nobody_reads_is_bounded(sandbox: &Sandbox) -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let (client, id) = (&sandbox.client, sandbox.id);
+    let agent = async || -> Result<u64> {
+        let kib = sandbox.sh("awk '/^RssAnon/ { print $2 }' /proc/1/status").await?;
+        Ok(kib.parse::<u64>()? << 10)
+    };
+    let before = agent().await?;
+    let writes =
+        start("head -c 1500000 /dev/zero | tr '\\0' x; echo; echo end; touch /tmp/wrote-$$; sleep 600");
+    let all = try_join_all((0..40).map(|_| client.start_exec(id, &writes))).await?;
+    sandbox.sh("until [ $(ls /tmp/wrote-* | wc -l) = 40 ]; do sleep 0.1; done").await?;
+    let kept = agent().await?.saturating_sub(before);
+    println!("        40 commands that wrote a MiB each cost the agent {} KiB", kept >> 10);
+    ensure!(kept < 30 * MIB, "the agent keeps {kept} bytes for 40 commands");
+    // The end of each is there.
+    for exec in [&all[0], &all[39]] {
+        let mut events = client.attach_exec(id, &exec.id, From::Tail(4)).await?;
+        let last = events.next().await.context("nothing came")??;
+        ensure!(last == ExecEvent::Stdout("end\n".into()), "{last:?}");
+    }
+    // One that is read has all of its output all the same.
+    let long = ExecRequest { cmd: Some("seq 200000 | md5sum; seq 200000".into()), ..ExecRequest::default() };
+    let done = client.exec(id, &long).await?;
+    let (sum, numbers) = done.stdout.split_once('\n').context("one line")?;
+    client.write_bytes(id, "/tmp/numbers", None, numbers.to_owned()).await?;
+    ensure!(sandbox.sh("md5sum < /tmp/numbers").await? == sum, "a reader lost something");
     Ok(())
 }
 

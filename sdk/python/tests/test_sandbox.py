@@ -46,6 +46,63 @@ class Verbs(WireTest):
         self.assertEqual(sandbox.timings.steps[0], keiki.Step("slot", 1.5))
         self.assertIsNone(sandbox.timings.vcpu_pause_ms)
 
+    def test_secrets_are_sent_and_not_shown(self) -> None:
+        fate = keiki.Secret("s3cret", on_fork="drop", on_restore="replace", owner="nobody")
+        self.assertNotIn("s3cret", repr(fate))
+        given = {"key": "plain", "token": fate}
+        wire = {
+            "key": {"value": "plain"},
+            "token": {"value": "s3cret", "on_fork": "drop", "on_restore": "replace", "owner": "nobody"},
+        }
+        kids = answer(201, {"sandbox": child(2), "children": [child(2)]})
+        self.script(answer(201, SANDBOX), kids, answer(201, child(3)))
+        self.api.Sandbox.create("base", secrets=given, client=self.client)
+        self.assertEqual(self.sent()[2], {"template": "base", "secrets": wire})
+        self.sandbox.fork(secrets=given)
+        self.assertEqual(self.sent()[2], {"secrets": wire})
+        self.api.Snapshot(SNAPSHOT, self.client).restore(secrets={"key": "plain"})
+        self.assertEqual(self.sent()[2], {"from_snapshot": "0189-snap", "secrets": {"key": wire["key"]}})
+
+    def test_ports_previews_and_memory(self) -> None:
+        memory = {"guest_bytes": 9, "rss_bytes": 8, "pss_bytes": 5, "private_bytes": 4, "shared_bytes": 3}
+        self.script(
+            answer(200, {"items": [{"port": 80, "address": "::", "pid": 7, "process": "web"}, {"port": 81}]}),
+            answer(201, {"url": "http://x/", "port": 80, "expires_at": "2026-01-01T00:00:00Z"}),
+            answer(200, {"items": [dict(SANDBOX, memory=memory)]}),
+        )
+        web, other = self.sandbox.ports()
+        self.assertEqual(web, keiki.Port(80, "::", 7, "web"))
+        self.assertEqual((other.pid, other.process), (None, None))
+        link = self.sandbox.preview(80, ttl_seconds=60)
+        self.assertEqual(
+            self.sent(), ("POST", f"/v1/sandboxes/{ID}/previews", {"port": 80, "ttl_seconds": 60})
+        )
+        self.assertEqual((link.url, link.port, link.expires_at), ("http://x/", 80, "2026-01-01T00:00:00Z"))
+        [seen] = self.api.Sandbox.list(memory=True, client=self.client)
+        self.assertEqual(self.sent()[1], "/v1/sandboxes?memory=true")
+        self.assertEqual(seen.memory, keiki.MemoryUse(9, 8, 5, 4, 3))
+
+    def test_templates(self) -> None:
+        template = {"name": "base", "status": "ready", "version": "v1", "memory_mb": 256}
+        runs = {"id": "b1", "ended_at": "", "status": "running", "error": ""}
+        self.script(
+            answer(200, {"items": [template]}),
+            answer(202, runs),
+            answer(200, dict(runs, ended_at="now", status="done")),
+            answer(200, template),
+            answer(202, dict(runs, ended_at="now", status="failed", error="no room")),
+            answer(202, runs),
+        )
+        self.assertEqual([one.memory_mb for one in self.client.templates()], [256])
+        self.assertEqual(self.client.build_template("base", rebake=True).version, "v1")
+        paths = [request.path for request in self.requests[1:4]]
+        self.assertEqual(paths, [f"/v1/templates/{end}" for end in ("build", "builds/b1", "base")])
+        self.assertEqual(self.requests[1].json(), {"name": "base", "rebake": True, "force": False})
+        with self.assertRaisesRegex(keiki.ServerError, "no room"):
+            self.client.build_template("base")
+        with self.assertRaises(keiki.TimeoutError_):
+            self.client.build_template("base", timeout_seconds=0)
+
     def test_fork_one_and_many(self) -> None:
         self.script(
             answer(201, {"sandbox": child(2), "children": [child(2)]}),

@@ -47,8 +47,8 @@ pub(crate) struct Args {
     /// Memory of the machine.
     #[arg(long, default_value_t = 6144, value_parser = clap::value_parser!(u32).range(512..=65536))]
     memory_mib: u32,
-    /// Processors of the machine.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
+    /// Processors of the machine. With more than one, code that its kernel patches was seen to run unpatched on another.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
     cpus: u32,
     /// Size of the file system with reflinks at /store.
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=1024))]

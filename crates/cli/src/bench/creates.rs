@@ -20,6 +20,15 @@ fn until_running(timings: &Timings) -> Option<f64> {
     Some(steps.map(|step| step.ms).sum())
 }
 
+/// What the release gate does one after the other on the node; all but the second is the connection's.
+const GATE: [&str; 3] = ["connect", "individualize", "thaw_user"];
+
+/// The steps of the release gate, the guest's own among them.
+fn of_gate(timings: &Timings) -> impl Iterator<Item = (&str, f64)> {
+    let steps = timings.steps.iter().map(|step| (step.name.as_str(), step.ms));
+    steps.filter(|(name, _)| GATE.contains(name) || name.starts_with("guest:"))
+}
+
 impl Bench<'_> {
     pub(super) async fn creates(&self, params: Value) -> Result<Samples, Failure> {
         let mut samples = Samples::default();
@@ -32,6 +41,14 @@ impl Bench<'_> {
             samples.add(Metric::CreateFirstExec, &params, [ms(start)]);
             let running = sandbox.timings.as_ref().and_then(until_running);
             samples.add(Metric::RestoreStep, &params, running);
+            if let Some(timings) = &sandbox.timings {
+                samples.add(Metric::Release, &params, timings.release_ms);
+                for (step, ms) in of_gate(timings) {
+                    let mut params = params.clone();
+                    params["step"] = step.into();
+                    samples.add(Metric::ReleaseStep, &params, [ms]);
+                }
+            }
             let start = Instant::now();
             self.client.delete(sandbox.id).await?;
             samples.add(Metric::Kill, &params, [ms(start)]);
@@ -72,7 +89,7 @@ impl Bench<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::until_running;
+    use super::{of_gate, until_running};
     use keiki_client::api::{Step, Timings};
 
     #[test]
@@ -85,11 +102,13 @@ mod tests {
             ("run", 5.0),
             ("thaw", 8.0),
             ("connect", 16.0),
+            ("guest:entropy", 64.0),
             ("record", 32.0),
         ];
         let steps = steps.map(|(name, ms)| Step { name: name.into(), ms }).into();
         let timings = Timings { steps, ..Timings::default() };
         assert_eq!(until_running(&timings), Some(15.0));
+        assert_eq!(of_gate(&timings).collect::<Vec<_>>(), [("connect", 16.0), ("guest:entropy", 64.0)]);
         assert_eq!(until_running(&Timings::default()), None);
     }
 }

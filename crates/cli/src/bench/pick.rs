@@ -8,6 +8,10 @@ use clap::ValueEnum;
 pub enum Metric {
     /// Create: request to vCPU running, measured by the node; page cache warm and cold
     RestoreStep,
+    /// Create: the release gate, from running vCPUs to user work that goes on; page cache warm and cold
+    Release,
+    /// Each step of that, by its name: on the node, and `guest:` in the guest
+    ReleaseStep,
     /// Create, then `true`: request to first event; page cache warm and cold
     CreateFirstExec,
     /// Delete: request to everything freed
@@ -85,9 +89,13 @@ impl Metric {
     /// What it belongs to.
     pub fn group(self) -> Group {
         match self {
-            Self::RestoreStep | Self::CreateFirstExec | Self::Kill | Self::CreateAll | Self::KillAll => {
-                Group::Create
-            }
+            Self::RestoreStep
+            | Self::Release
+            | Self::ReleaseStep
+            | Self::CreateFirstExec
+            | Self::Kill
+            | Self::CreateAll
+            | Self::KillAll => Group::Create,
             Self::ExecRoundtrip => Group::Exec,
             Self::ForkPause
             | Self::ForkUserPause

@@ -108,16 +108,18 @@ impl Bench<'_> {
         use Metric::{
             ColdBoot, CreateAll, CreateFirstExec, ExecRoundtrip, Fork8All, ForkAll, ForkFirstExec, ForkPause,
             ForkTax, ForkUserPause, Kill, KillAll, ModelForkAll, ModelPssSum, PrivatePerChild, PssPerChild,
-            PssPerIdleChild, RestoreFirstExec, RestoreStep, Snapshot,
+            PssPerIdleChild, Release, ReleaseStep, RestoreFirstExec, RestoreStep, Snapshot,
         };
         let begun = Instant::now();
         let engine = self.client.version().await?.engine;
         let mut results = Vec::new();
         let all = &mut results;
-        self.part(all, "creates", &[RestoreStep, CreateFirstExec, Kill], self.creates(json!({}))).await?;
-        if self.cold("creates", &[RestoreStep, CreateFirstExec]) {
+        let creates = [RestoreStep, Release, ReleaseStep, CreateFirstExec, Kill];
+        self.part(all, "creates", &creates, self.creates(json!({}))).await?;
+        let creates = &creates[..4];
+        if self.cold("creates", creates) {
             let cold = self.creates(json!({"cache": "cold"}));
-            self.part(all, "creates, cold cache", &[RestoreStep, CreateFirstExec], cold).await?;
+            self.part(all, "creates, cold cache", creates, cold).await?;
         }
         for &many in &self.size.many {
             let what = format!("{many} creates at once");

@@ -232,7 +232,8 @@ impl RawTerminal {
         let mut raw = before.clone();
         raw.make_raw();
         let guard = Self { before };
-        tcsetattr(io::stdin(), OptionalActions::Flush, &raw).map_err(failed)?;
+        // What was typed already is meant for the sandbox.
+        tcsetattr(io::stdin(), OptionalActions::Drain, &raw).map_err(failed)?;
         Ok(guard)
     }
 }

@@ -8,6 +8,7 @@ use crate::{
     printer::table,
     text,
 };
+use keiki_client::api::Stale;
 use time::OffsetDateTime;
 
 /// Arguments.
@@ -95,9 +96,18 @@ async fn list(context: Context, args: List) -> Outcome {
                 text::age(&snapshot.created_at, now),
                 text::bytes(snapshot.size_bytes),
                 snapshot.engine.to_string(),
+                stale(&snapshot.stale),
             ]
         });
-        table(["ID", "SANDBOX", "TEMPLATE", "AGE", "SIZE", "ENGINE"], rows)
+        table(["ID", "SANDBOX", "TEMPLATE", "AGE", "SIZE", "ENGINE", "STALE"], rows)
     })?;
     Ok(ExitCode::Success as i32)
+}
+
+/// Why it should be made anew, in a few words.
+fn stale(why: &[Stale]) -> String {
+    match why {
+        [] => "-".into(),
+        why => why.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    }
 }

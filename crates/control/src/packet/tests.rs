@@ -1,7 +1,7 @@
 use super::{HEADER, MAX_PACKET, VERSION, decode_reply, decode_request, encode_reply, encode_request};
 use crate::{
-    Boot, ControlError, Cpu, Devices, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request,
-    Role, Shape, Stage, Stats, Step, Thaw, Thawed,
+    Boot, ControlError, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply,
+    Request, Role, Shape, Stage, Stats, Step, Thaw, Thawed,
 };
 use proptest::prelude::{Just, Strategy, any, prop, prop_oneof, proptest};
 
@@ -10,10 +10,13 @@ fn shapes() -> impl Strategy<Value = Shape> {
 }
 
 fn requests() -> impl Strategy<Value = Request> {
-    let boot = (shapes(), ".{0,300}", any::<bool>(), any::<[u8; 6]>(), "[a-z.]{0,40}", any::<[u8; 16]>());
-    let boot = boot.prop_map(|(shape, cmdline, host, mac, agent_port, generation)| {
+    let disks = prop::collection::vec(any::<bool>().prop_map(|read_only| Disk { read_only }), 0..9);
+    let devices = (any::<[u8; 6]>(), "[a-z.]{0,40}", disks);
+    let devices = devices.prop_map(|(mac, agent_port, disks)| Devices { mac, agent_port, disks });
+    let boot = (shapes(), ".{0,300}", any::<bool>(), devices, any::<[u8; 16]>());
+    let boot = boot.prop_map(|(shape, cmdline, host, devices, generation)| {
         let cpu = if host { Cpu::Host } else { Cpu::Baseline };
-        Request::Boot(Boot { shape, cmdline, cpu, devices: Devices { mac, agent_port }, generation })
+        Request::Boot(Boot { shape, cmdline, cpu, devices, generation })
     });
     prop_oneof![
         Just(Request::Hello),
@@ -57,8 +60,8 @@ fn replies() -> impl Strategy<Value = Reply> {
 
 proptest! {
     #[test]
-    fn requests_come_through(request in requests(), layers in 0..20_usize) {
-        let roles = vec![Role::Layer; layers];
+    fn requests_come_through(request in requests(), layers in 0..20_u8) {
+        let roles: Vec<_> = (0..layers).flat_map(|disk| [Role::Layer, Role::DiskTop(disk)]).collect();
         let (decoded, with) = decode_request(&encode_request(&request, &roles).unwrap()).unwrap();
         assert_eq!((decoded, with), (request, roles));
     }
@@ -109,7 +112,7 @@ fn each_field_of_the_header_is_checked() {
     };
     assert!(refusal(&[]).contains("fewer than its header"));
     assert!(refusal(&changed(0, b'X')).contains("does not begin"));
-    assert!(refusal(&changed(4, 9)).contains("speaks version 9, this program version 1"));
+    assert!(refusal(&changed(4, 9)).contains("speaks version 9, this program version 2"));
     assert!(refusal(&changed(6, 1)).contains("reserved"));
     assert!(refusal(&changed(8, 1)).contains("header says 1 bytes"));
     assert!(refusal(&changed(11, 0xff)).contains("header says"));
@@ -137,7 +140,7 @@ fn what_is_too_long_is_not_sent() {
         shape: Shape { vcpus: 1, memory_mib: 1 },
         cmdline: "x".repeat(MAX_PACKET),
         cpu: Cpu::Host,
-        devices: Devices { mac: [0; 6], agent_port: String::new() },
+        devices: Devices { mac: [0; 6], agent_port: String::new(), disks: Vec::new() },
         generation: [0; 16],
     };
     assert!(matches!(encode_request(&Request::Boot(boot), &[]), Err(ControlError::Malformed(_))));

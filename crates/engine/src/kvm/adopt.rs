@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// The machine of these resources, if it lives.
 pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<KvmMachine>> {
     let Some(record) = Record::load(resources) else {
-        end_stray(resources).await;
+        end_stray(resources).await?;
         return clear(resources).await;
     };
     let process = Process::open(record.pid).map_err(EngineError::at("open", &resources.dir))?;
@@ -53,13 +53,16 @@ async fn attach(
     record: Record,
 ) -> Result<KvmMachine> {
     let lineage = host.lineages.find(host, record.user);
-    let member = lineage.admit(&resources.dir, record.shape.memory_mib);
+    let mut member = lineage.admit(&resources.dir, record.shape.memory_mib);
+    // It is in its group already, if there are any.
+    if let Err(error) = member.born(process.pid()) {
+        tracing::warn!(pid = process.pid(), %error, "a machine that was found");
+    }
     let monitor = Monitor {
-        watched: Watched::new(Arc::new(process), None)?,
+        watched: Watched::new(Arc::new(process), None, || member.ended())?,
         control: Control::at(resources.run_dir.join(CONTROL)),
-        member,
+        lineage,
     };
-    monitor.member.confine(monitor.pid());
     let machine = assemble(host, monitor, resources, record).await?;
     let mut record = machine.0.record.lock().await;
     settle(&machine.0, &mut record).await;

@@ -128,7 +128,8 @@ fn drop_flat(machine: &Running, flat: &Flat) -> Result<()> {
 
 /// Makes machine and record read the new layer. Meanwhile freezes may have added more above it.
 async fn follow(machine: &Running, record: &mut Record, flat: Flat) -> Result<()> {
-    if !record.layers.starts_with(&flat.of) {
+    super::freeze::settle(machine, record).await;
+    if record.next_top.is_some() || record.unsure || !record.layers.starts_with(&flat.of) {
         return drop_flat(machine, &flat);
     }
     let bottom = flat.of.iter().take(1).cloned();
@@ -136,23 +137,41 @@ async fn follow(machine: &Running, record: &mut Record, flat: Flat) -> Result<()
     let layers: Vec<Layer> = bottom.chain([flat.layer.clone()]).chain(rest).collect();
     let (dir, named) = (machine.resources.dir.clone(), layers.clone());
     let files = blocking(move || open_layers(&dir, &named)).await?;
+    record.unsure = true;
+    record.save(&machine.resources)?;
     if let Err(error) = machine.monitor.control.order(Request::Layers, files).await {
+        insist(machine, record).await?;
         drop_flat(machine, &flat)?;
         return Err(error);
     }
-    record.layers = layers;
+    (record.layers, record.unsure) = (layers, false);
     record.save(&machine.resources)?;
     let dir = machine.resources.dir.clone();
     blocking(move || flat.of.iter().skip(1).try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name))))
         .await
 }
 
+/// Makes the machine read the layers of its record, where it may have been told otherwise.
+pub(super) async fn insist(machine: &Running, record: &mut Record) -> Result<()> {
+    if !record.unsure {
+        return Ok(());
+    }
+    let (dir, layers) = (machine.resources.dir.clone(), record.layers.clone());
+    let files = blocking(move || open_layers(&dir, &layers)).await?;
+    machine.monitor.control.order(Request::Layers, files).await?;
+    record.unsure = false;
+    record.save(&machine.resources)
+}
+
 async fn flatten(machine: &Running, of: Vec<Layer>) -> Result<Flat> {
     let (host, resources, disk_mib) =
         (Arc::clone(&machine.host), machine.resources.clone(), machine.shape.disk_mib);
-    let user = machine.monitor.member.lineage().user();
+    let user = machine.monitor.lineage.user();
     let stopped = Arc::clone(&machine.shortening.stopped);
+    // The tool runs as the lineage's user, and is no stranger.
+    let room = machine.monitor.lineage.admit(&resources.dir, 0);
     blocking(move || {
+        let _room = room;
         let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
         let work =
             Work { config: &host.config.common, place: resources.dir.join(PLACE), user, disk_mib, stopped };

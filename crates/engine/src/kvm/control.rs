@@ -47,8 +47,21 @@ impl Control {
         let name = request.name();
         match self.ask(request, files, ANSWER).await?.reply {
             Reply::Done => Ok(()),
-            _ => Err(failed(ControlError::Unexpected { request: name })),
+            _ => Err(unexpected(name)),
         }
+    }
+
+    /// Asks for what a copy of the process does. The copy answers, on a connection of its own: others may ask meanwhile.
+    pub(super) async fn ask_copy(
+        &self,
+        request: Request,
+        mut files: Files,
+        patience: Duration,
+    ) -> Result<Answer> {
+        let (mut client, theirs) = Client::pair().map_err(failed)?;
+        files.push((Role::Control, theirs));
+        self.order(request, files).await?;
+        blocking(move || client.answer(patience).map_err(failed)).await
     }
 
     /// Who is there, and which process that is.
@@ -56,7 +69,7 @@ impl Control {
         let Answer { reply, pid } = self.ask(Request::Hello, Files::new(), ANSWER).await?;
         match reply {
             Reply::Hello(hello) => Ok((hello, pid)),
-            _ => Err(failed(ControlError::Unexpected { request: "Hello" })),
+            _ => Err(unexpected("Hello")),
         }
     }
 
@@ -90,6 +103,11 @@ pub(super) fn failed(error: ControlError) -> EngineError {
         ControlError::Io(source) => EngineError::Io { what: "cannot talk to the monitor".into(), source },
         other => EngineError::Monitor(format!("cannot be talked to: {other}")),
     }
+}
+
+/// The answer belongs to no such request.
+pub(super) fn unexpected(request: &'static str) -> EngineError {
+    failed(ControlError::Unexpected { request })
 }
 
 /// Gives a failure the directory that it is about.

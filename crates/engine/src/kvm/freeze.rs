@@ -14,7 +14,7 @@ use super::{
     control::{Control, failed},
     frozen::{BASE, KvmFrozen},
     machine::{Running, expect},
-    monitor::Monitor,
+    monitor::{Monitor, complaints},
 };
 use crate::{
     EngineError, FreezeReport, Image, Result,
@@ -55,16 +55,17 @@ async fn try_freeze(
     let mut watch = Stopwatch::start();
     // One whose outcome is not known would be overwritten, and with it a layer forgotten.
     settle(machine, record).await;
-    if record.next_top.is_some() {
-        return Err(EngineError::Monitor("does not say whether its disk has switched".into()));
+    if record.next_top.is_some() || record.unsure {
+        return Err(EngineError::Monitor("does not say which layers its disk has".into()));
     }
     super::chain::settle(machine, record).await?;
     let top = prepare(machine, record).await?;
     let (client, theirs) = Client::pair().map_err(failed)?;
     // Admitted before it is made: at worst it keeps every page that the machine rewrites.
-    let member = machine.monitor.member.lineage().admit(&image.dir, image.shape.memory_mib);
+    let member = machine.monitor.lineage.admit(&image.dir, image.shape.memory_mib);
     watch.step("prepare");
-    let files = vec![(Role::Top, top.into()), (Role::Control, theirs)];
+    let (complaints, stderr) = complaints()?;
+    let files = vec![(Role::Top, top.into()), (Role::Control, theirs), stderr];
     let (report, _) =
         expect(&machine.monitor.control, Request::Freeze(Freeze {}), files, |reply| match reply {
             Reply::Frozen(frozen) => Some(frozen),
@@ -75,7 +76,8 @@ async fn try_freeze(
     record.save(&machine.resources)?;
     watch.step("freeze");
     super::note(&mut watch, &report.steps);
-    let (zygote, hello) = Monitor::forked(report.pid, Control::over(client), member, Stage::Zygote).await?;
+    let control = Control::over(client);
+    let (zygote, hello) = Monitor::forked(report.pid, control, member, Stage::Zygote, complaints).await?;
     let (from, dir, layers) = (machine.resources.dir.clone(), image.dir.clone(), record.layers.clone());
     let (shape, pid) = (machine.shape, zygote.pid());
     let (layers, private_bytes) = blocking(move || {
@@ -114,8 +116,12 @@ fn promote(record: &mut Record) {
     record.layers.push(Layer { name, format: Format::Qcow2 });
 }
 
-/// Finds out whether a freeze that failed had switched the disk, and makes the record say so.
+/// Finds out whether a freeze that failed had switched the disk, and makes the record say so. The number of layers tells,
+/// so machine and record must agree on the others first.
 pub(super) async fn settle(machine: &Running, record: &mut Record) {
+    if let Err(error) = super::chain::insist(machine, record).await {
+        return tracing::debug!(%error, "the layers of a disk are not known");
+    }
     if record.next_top.is_none() {
         return;
     }

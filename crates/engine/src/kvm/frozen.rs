@@ -11,24 +11,24 @@
 
 use super::{
     Host,
-    control::{WRITE, about, failed},
+    control::{ANSWER, Control, WRITE, about, unexpected},
     freeze::link,
     ground::Ground,
-    machine::{KvmMachine, assemble, expect, generation, new_record},
-    monitor::Monitor,
+    machine::{KvmMachine, assemble, generation, new_record},
+    monitor::{Monitor, complaints},
     resident::Files,
 };
 use crate::{
     EngineError, Frozen, Image, Machine, Resources, Result, Seat, SharingScope, Steps,
     files::{now, persist},
     layers::layer_path,
-    process::{blocking, remove_file},
+    process::{Watched, blocking, remove_file},
     record::{self, CONTROL, Layer},
     steps::Stopwatch,
     users::show,
 };
 use async_trait::async_trait;
-use keiki_control::{Persisted, Reply, Request, Role, Stage, Thaw};
+use keiki_control::{Answer, Persisted, Reply, Request, Role, Stage, Thaw};
 use keiki_snapshot::{DiskLayer, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION};
 use keiki_sys::process::Process;
 use std::{
@@ -38,7 +38,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 
 /// The memory image that a machine which is not stored yet runs on, in the directory of the frozen one.
 pub(super) const BASE: &str = "base.mem";
@@ -69,6 +69,8 @@ pub(super) struct KvmFrozen {
     image: Image,
     layers: Vec<DiskLayer>,
     held: Mutex<Held>,
+    /// Locked by who writes it down.
+    storing: Mutex<()>,
 }
 
 enum Held {
@@ -85,7 +87,11 @@ impl KvmFrozen {
         generation: u32,
     ) -> Self {
         let held = Held::Fresh(Arc::new(Zygote { monitor, generation }));
-        Self { host: Arc::clone(host), image, layers, held: Mutex::new(held) }
+        Self::new(host, image, layers, held)
+    }
+
+    fn new(host: &Arc<Host>, image: Image, layers: Vec<DiskLayer>, held: Held) -> Self {
+        Self { host: Arc::clone(host), image, layers, held: Mutex::new(held), storing: Mutex::default() }
     }
 
     pub(super) fn stored(
@@ -99,14 +105,17 @@ impl KvmFrozen {
         let image = Image { dir: dir.to_owned(), shape: manifest.shape, alone };
         let layers = manifest.layers.clone();
         let held = Held::Stored { manifest: Box::new(manifest), files, scope };
-        Self { host: Arc::clone(host), image, layers, held: Mutex::new(held) }
+        Self::new(host, image, layers, held)
     }
 
     /// A zygote to fork off. The memory image under its machines gets another name at `memory`.
     async fn zygote(&self, memory: PathBuf) -> Result<Arc<Zygote>> {
+        let old = |held: &Held| matches!(held, Held::Fresh(zygote) if zygote.generation >= GENERATIONS);
         let mut held = self.held.lock().await;
-        if matches!(&*held, Held::Fresh(zygote) if zygote.generation >= GENERATIONS) {
-            self.store(&mut held).await?;
+        if old(&held) {
+            drop(held);
+            self.store(&self.storing.lock().await).await?;
+            held = self.held.lock().await;
         }
         let (zygote, base) = match &*held {
             Held::Fresh(zygote) => (Arc::clone(zygote), BASE),
@@ -115,13 +124,16 @@ impl KvmFrozen {
             }
         };
         let base = self.image.dir.join(base);
+        // Under the lock: a persist that comes to its end removes the base.
         blocking(move || link(&base, &memory)).await?;
+        drop(held);
         Ok(zygote)
     }
 
-    /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs less.
-    async fn store(&self, held: &mut Held) -> Result<Manifest> {
-        let zygote = match held {
+    /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs less. Meanwhile machines
+    /// are thawed from the zygote.
+    async fn store(&self, _turn: &MutexGuard<'_, ()>) -> Result<Manifest> {
+        let zygote = match &*self.held.lock().await {
             Held::Stored { manifest, .. } => return Ok(Manifest::clone(manifest)),
             Held::Fresh(zygote) => Arc::clone(zygote),
         };
@@ -129,10 +141,9 @@ impl KvmFrozen {
         let dir = self.image.dir.clone();
         let failed = written.is_err();
         blocking(move || {
-            PART.iter().try_for_each(|name| remove_file(&dir.join(name)))?;
-            // A base under another name is needed no more, or the files that were not finished are of no use.
-            let gone: &[&str] = if failed { &[MEMORY_FILE, STATE_FILE] } else { &[BASE] };
-            gone.iter().try_for_each(|name| remove_file(&dir.join(name)))
+            // Files that were not finished are of no use.
+            let gone = if failed { [MEMORY_FILE, STATE_FILE].as_slice() } else { &[] };
+            PART.iter().chain(gone).try_for_each(|name| remove_file(&dir.join(name)))
         })
         .await?;
         let state = written.map_err(about(&self.image.dir))?;
@@ -149,17 +160,21 @@ impl KvmFrozen {
         let (dir, stored) = (self.image.dir.clone(), manifest.clone());
         let files = blocking(move || Files::open(&dir, &stored)).await?;
         let scope = SharingScope::Workspace(self.image.dir.display().to_string());
+        let base = self.image.dir.join(BASE);
+        let mut held = self.held.lock().await;
+        // Needed no more under this name.
+        blocking(move || remove_file(&base)).await?;
         *held = Held::Stored { manifest: Box::new(manifest.clone()), files: Arc::new(files), scope };
         Ok(manifest)
     }
 
     async fn write(&self, zygote: &Zygote) -> Result<State> {
         let (dir, pid) = (self.image.dir.clone(), zygote.monitor.pid());
+        // The copy that writes is a relative whom nobody else knows.
+        let _room = zygote.monitor.lineage.admit(&dir, 0);
         let ([memory, state], files) = blocking(move || open_parts(&dir, pid)).await?;
-        let answer = zygote.monitor.control.ask(Request::Persist, files, WRITE).await?;
-        let Reply::Persisted(persisted) = answer.reply else {
-            return Err(failed(keiki_control::ControlError::Unexpected { request: "Persist" }));
-        };
+        let answer = zygote.monitor.control.ask_copy(Request::Persist, files, WRITE).await?;
+        let Reply::Persisted(persisted) = answer.reply else { return Err(unexpected("Persist")) };
         let dir = self.image.dir.clone();
         blocking(move || keep(&dir, &memory, state, &persisted)).await
     }
@@ -179,7 +194,7 @@ impl KvmFrozen {
             .collect();
         let (top, from) = (ground.top.clone(), self.image.dir.clone());
         let (dir, below) = (resources.dir.clone(), layers.clone());
-        let files = blocking(move || {
+        let mut files = blocking(move || {
             for layer in &below {
                 link(&layer_path(&from, &layer.name), &layer_path(&dir, &layer.name))?;
             }
@@ -187,26 +202,22 @@ impl KvmFrozen {
         })
         .await?;
         watch.step("link");
-        let member = zygote.monitor.member.lineage().admit(&resources.dir, self.image.shape.memory_mib);
+        let member = zygote.monitor.lineage.admit(&resources.dir, self.image.shape.memory_mib);
+        let (complaints, stderr) = complaints()?;
+        files.push(stderr);
         let request = Request::Thaw(Thaw { generation: generation() });
         // The copy answers itself, by the kernel's word.
-        let (thawed, pid) = expect(&zygote.monitor.control, request, files, |reply| match reply {
-            Reply::Thawed(thawed) => Some(thawed),
-            _ => None,
-        })
-        .await?;
+        let Answer { reply, pid } = zygote.monitor.control.ask_copy(request, files, ANSWER).await?;
+        let Reply::Thawed(thawed) = reply else { return Err(unexpected("Thaw")) };
         super::note(watch, &thawed.steps);
-        let control = super::control::Control::at(resources.run_dir.join(CONTROL));
-        let (monitor, _) = match Monitor::forked(pid, control, member, Stage::Machine).await {
-            Ok(monitor) => monitor,
-            Err(error) => {
-                end(pid, resources);
-                return Err(error);
-            }
-        };
+        let control = Control::at(resources.run_dir.join(CONTROL));
+        let (monitor, _) = Monitor::forked(pid, control, member, Stage::Machine, complaints).await?;
         let record = new_record(&monitor, self.image.shape, layers, top);
         let machine = assemble(&self.host, monitor, resources, record).await?;
         watch.step("run");
+        if let Held::Stored { files, .. } = &*self.held.lock().await {
+            files.thawed(pid);
+        }
         super::chain::shorten(&machine.0, &*machine.0.record.lock().await);
         Ok(machine)
     }
@@ -282,7 +293,7 @@ impl Frozen for KvmFrozen {
         match self.thaw_in(&resources, ground, &mut watch).await {
             Ok(machine) => Ok((Box::new(machine), watch.done())),
             Err(error) => {
-                end_stray(&resources).await;
+                end_stray(&resources).await?;
                 blocking(move || record::clear(&resources)).await?;
                 Err(about(&self.image.dir)(error))
             }
@@ -290,26 +301,26 @@ impl Frozen for KvmFrozen {
     }
 
     async fn persist(&self) -> Result<Manifest> {
-        let mut held = self.held.lock().await;
-        let manifest = self.store(&mut held).await?;
+        let turn = self.storing.lock().await;
+        let manifest = self.store(&turn).await?;
         let dir = self.image.dir.clone();
         blocking(move || persist(&dir, manifest)).await
     }
 }
 
 /// Ends the machine that listens at the control socket of these resources, if there is one: a thaw that failed after
-/// its fork, or that a node did not live to record.
-pub(super) async fn end_stray(resources: &Resources) {
-    let control = super::control::Control::at(resources.run_dir.join(CONTROL));
-    if let Ok((_, pid)) = control.hello().await {
-        end(pid, resources);
+/// its fork, or that a node did not live to record. It is gone when this returns.
+pub(super) async fn end_stray(resources: &Resources) -> Result<()> {
+    let control = Control::at(resources.run_dir.join(CONTROL));
+    let Ok((_, pid)) = control.hello().await else { return Ok(()) };
+    let opened = Process::open(pid).map_err(EngineError::at("open a process of", &resources.dir))?;
+    let Some(process) = opened else { return Ok(()) };
+    // Asked again now that its number is pinned: it may have been another's since.
+    if control.hello().await.is_ok_and(|(_, again)| again == pid) {
+        tracing::warn!(pid, dir = %resources.dir.display(), "a machine that was never recorded is ended");
+        Watched::new(Arc::new(process), None, || {})?.kill().await?;
     }
-}
-
-/// Ends a process that has just answered.
-fn end(pid: u32, resources: &Resources) {
-    let ended = Process::open(pid).and_then(|process| process.as_ref().map_or(Ok(()), Process::kill));
-    tracing::warn!(pid, dir = %resources.dir.display(), ?ended, "a machine that was never recorded is ended");
+    Ok(())
 }
 
 /// Opened descriptors that wait for a thaw.

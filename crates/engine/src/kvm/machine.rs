@@ -3,7 +3,7 @@
 use super::{
     Host,
     chain::Shortening,
-    control::{ANSWER, Control, failed},
+    control::{ANSWER, Control, unexpected},
     frozen::KvmFrozen,
     ground::{Ground, kvm},
     monitor::Monitor,
@@ -18,7 +18,7 @@ use crate::{
     users::show,
 };
 use async_trait::async_trait;
-use keiki_control::{Answer, Boot, ControlError, Cpu, Devices, Reply, Request, Role, Stage};
+use keiki_control::{Answer, Boot, Cpu, Devices, Reply, Request, Role, Stage};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
@@ -83,7 +83,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         shape: shape(spec.shape),
         cmdline: cmdline(spec, host.tsc_khz().await),
         cpu: Cpu::Baseline,
-        devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into() },
+        devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into(), disks: Vec::new() },
         generation: generation(),
     };
     if let Err(error) = monitor.control.order(Request::Boot(boot), files).await {
@@ -105,9 +105,10 @@ pub(super) fn new_record(monitor: &Monitor, shape: Shape, layers: Vec<Layer>, to
         top,
         top_node: String::new(),
         next_top: None,
+        unsure: false,
         paused: false,
         waiting: false,
-        user: monitor.member.lineage().user(),
+        user: monitor.lineage.user(),
     }
 }
 
@@ -240,7 +241,7 @@ pub(super) async fn expect<T>(
 ) -> Result<(T, u32)> {
     let name = request.name();
     let Answer { reply, pid } = control.ask(request, files, ANSWER).await?;
-    let reply = pick(reply).ok_or_else(|| failed(ControlError::Unexpected { request: name }))?;
+    let reply = pick(reply).ok_or_else(|| unexpected(name))?;
     Ok((reply, pid))
 }
 

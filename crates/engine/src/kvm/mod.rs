@@ -14,6 +14,7 @@
 //! - `machine`, `freeze`: a machine that runs, and how it is frozen
 //! - `chain`: disk chains kept short
 //! - `frozen`, `resident`: zygotes: forked ones, and those of stored machines
+//! - `working_set`: what a first run touches, read ahead by who loads the files later
 //! - `adopt`: machines found again
 //! - `probe`: whether KVM here is worth using
 
@@ -29,6 +30,7 @@ mod memory;
 mod monitor;
 mod probe;
 mod resident;
+mod working_set;
 
 pub use probe::is_native;
 
@@ -174,6 +176,10 @@ impl Engine for Kvm {
 
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
         Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
+    }
+
+    fn all_adopted(&self) {
+        self.host.lineages.all_found();
     }
 
     async fn close(&self) {

@@ -10,11 +10,11 @@ use crate::{
     console::tail,
     process::{Watched, blocking},
 };
-use keiki_control::{Client, LAST_WORDS, Stage, Start};
+use keiki_control::{Client, LAST_WORDS, Role, Stage, Start};
 use keiki_sys::process::{Process, Setup};
 use keiki_types::Shape;
 use std::{
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, OwnedFd},
     path::Path,
     process::{Command, Stdio},
     sync::Arc,
@@ -32,11 +32,18 @@ const LAST_WORDS_LIMIT: Duration = Duration::from_millis(100);
 /// Where the last words are looked for.
 const TAIL: usize = 1024;
 
-/// A process of ours, or forked off one.
+/// A process of ours, or forked off one. As a member of its lineage it counts until it is gone.
 pub(super) struct Monitor {
     pub(super) watched: Watched,
     pub(super) control: Control,
-    pub(super) member: Member,
+    pub(super) lineage: Arc<Lineage>,
+}
+
+/// A pipe on which a copy says what goes wrong: our end, and the copy's as a descriptor of a request.
+pub(super) fn complaints() -> Result<(OwnedFd, (Role, OwnedFd))> {
+    let failed = |source| EngineError::Io { what: "cannot make a pipe for a monitor".into(), source };
+    let (ours, theirs) = std::io::pipe().map_err(failed)?;
+    Ok((ours.into(), (Role::Stderr, theirs.into())))
 }
 
 impl Monitor {
@@ -64,18 +71,22 @@ impl Monitor {
         let mut command = Command::new(&binary);
         command.args(start.to_args()).env_clear().current_dir("/");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let member = lineage.admit(dir, shape.memory_mib);
+        let mut member = lineage.admit(dir, shape.memory_mib);
         let setup = Setup { keep: vec![theirs], ..Setup::default() };
         let spawned = blocking(move || {
             Process::spawn(&mut { command }, setup).map_err(EngineError::at("start", &binary))
         });
         let (process, stderr) = spawned.await?;
+        let confined = member.born(process.pid());
+        let stderr = stderr.map(OwnedFd::from);
         let monitor = Self {
-            watched: Watched::new(Arc::new(process), stderr)?,
+            watched: Watched::new(Arc::new(process), stderr, || member.ended())?,
             control: Control::over(client),
-            member,
+            lineage: Arc::clone(lineage),
         };
-        monitor.member.confine(monitor.pid());
+        if let Err(error) = confined {
+            return Err(monitor.give_up(error).await);
+        }
         match monitor.control.hello().await {
             Ok((hello, pid)) if hello.stage == Stage::Blank && pid == monitor.pid() => Ok(monitor),
             Ok(_) => Err(monitor.give_up(EngineError::Monitor("did not start as a blank".into())).await),
@@ -88,8 +99,9 @@ impl Monitor {
     pub(super) async fn forked(
         pid: u32,
         control: Control,
-        member: Member,
+        mut member: Member,
         stage: Stage,
+        complaints: OwnedFd,
     ) -> Result<(Self, keiki_control::Hello)> {
         let gone = || EngineError::Monitor("made a copy that ended at once".into());
         let process = Process::open(pid)
@@ -99,9 +111,14 @@ impl Monitor {
         if answered != pid || hello.stage != stage {
             return Err(EngineError::Monitor("made a copy that is another process".into()));
         }
-        let monitor = Self { watched: Watched::new(process, None)?, control, member };
-        monitor.member.confine(pid);
-        Ok((monitor, hello))
+        let confined = member.born(pid);
+        let lineage = Arc::clone(member.lineage());
+        let watched = Watched::new(process, Some(complaints), || member.ended())?;
+        let monitor = Self { watched, control, lineage };
+        match confined {
+            Ok(()) => Ok((monitor, hello)),
+            Err(error) => Err(monitor.give_up(error).await),
+        }
     }
 
     pub(super) fn pid(&self) -> u32 {

@@ -69,6 +69,11 @@ impl Files {
         File::open(path).map_err(EngineError::at("open", &self.dir))
     }
 
+    /// A machine was thawed from them.
+    pub(super) fn thawed(&self, pid: u32) {
+        super::working_set::record_later(&self.dir, &self.memory, pid);
+    }
+
     /// Which file the memory is.
     fn key(&self) -> Result<(u64, u64)> {
         let meta = self.memory.metadata().map_err(EngineError::at("look at", &self.dir))?;
@@ -154,6 +159,11 @@ fn is_short() -> bool {
 
 /// A new zygote of these files.
 async fn load(host: &Arc<Host>, files: &Arc<Files>, scope: &SharingScope) -> Result<Arc<Zygote>> {
+    // Beside the start of the process. Who is alone has pages of its own, of a file that was never read.
+    if *scope != SharingScope::None {
+        let ahead = Arc::clone(files);
+        drop(tokio::task::spawn_blocking(move || super::working_set::read_ahead(&ahead.dir, &ahead.memory)));
+    }
     let lineage = host.lineages.found(host)?;
     let monitor = Monitor::blank(host, &lineage, files.shape, &files.dir).await?;
     let (source, alone, store) =

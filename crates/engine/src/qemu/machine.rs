@@ -99,6 +99,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         top,
         top_node: args::TOP_NODE.into(),
         next_top: None,
+        unsure: false,
         paused: false,
         waiting: false,
         user: id,

@@ -100,7 +100,7 @@ impl Monitor {
         pipe: Option<ChildStderr>,
         user: Option<User>,
     ) -> Result<Self> {
-        let watched = Watched::new(Arc::clone(&process), pipe)?;
+        let watched = Watched::new(Arc::clone(&process), pipe.map(OwnedFd::from), || {})?;
         let alive = || watched.has_ended().is_none();
         let qmp = Qmp::connect(&Sockets::of(resources).qmp, START, alive).await;
         let qmp = qmp.map_err(|error| match watched.complaint() {

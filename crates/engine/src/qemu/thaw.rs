@@ -82,6 +82,7 @@ impl QemuSeat {
             top,
             top_node: args::TOP_NODE.into(),
             next_top: None,
+            unsure: false,
             paused: false,
             waiting: true,
             user: id,

@@ -70,6 +70,15 @@ pub fn qemu_lab() -> Result<Option<Lab>> {
     lab()
 }
 
+/// Of our own monitor's: None, with a message, where another engine is tested.
+pub fn kvm_lab() -> Result<Option<Lab>> {
+    if !is_kvm() {
+        eprintln!("skipped: a test of the other engine");
+        return Ok(None);
+    }
+    lab()
+}
+
 fn is_kvm() -> bool {
     std::env::var_os("KEIKI_ENGINE").is_some_and(|engine| engine == "kvm")
 }
@@ -145,7 +154,7 @@ impl Lab {
     }
 
     pub async fn freeze(&self, machine: &dyn Machine) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
-        let image = self.engine.image(&self.fresh("f")?, SHAPE).await?;
+        let image = self.engine.image(&self.fresh("f")?, machine.shape()).await?;
         Ok(machine.freeze(image).await?)
     }
 

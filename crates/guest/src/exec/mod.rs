@@ -21,7 +21,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -43,6 +43,10 @@ const MAX_KEPT_AGE: Duration = Duration::from_secs(24 * 3600);
 const MAX_ID: usize = 64;
 /// The code of a command that SIGKILL ended.
 const KILLED: i32 = 128 + 9;
+/// Input that is kept for all commands together, until they read it.
+const MAX_SPOOLED: usize = 64 << 20;
+/// What ends the input of a terminal.
+const END_OF_INPUT: u8 = 4;
 /// Empty groups kept.
 const MAX_SPARE: usize = 8;
 /// Turns of the runtime that a command's last words take to the port.
@@ -63,6 +67,9 @@ pub enum ExecError {
     /// Too many.
     #[error("{MAX_RUNNING} commands run already")]
     TooMany,
+    /// No room for more input.
+    #[error("commands have {} MiB of input already that they do not read", MAX_SPOOLED >> 20)]
+    InputFull,
     /// It has ended.
     #[error("the command has ended")]
     Ended,
@@ -242,32 +249,37 @@ impl Execs {
         session.attach(offsets)
     }
 
+    /// Keeps all of this input until the command has read it, and then ends the input if asked to. Whoever sent it need
+    /// not wait, and what is written later comes after it.
+    pub async fn spool(&self, id: &str, spooled: Spooled, eof: bool) -> Result<(), ExecError> {
+        let session = self.find(id)?;
+        let input = session.input.clone().lock_owned().await;
+        tokio::spawn(async move {
+            let mut input = input;
+            // A command that does not read its input is no error.
+            let _ = feed(&session, input.as_ref(), &spooled.data).await;
+            if eof {
+                match &session.terminal {
+                    Some(_) => drop(feed(&session, input.as_ref(), &[END_OF_INPUT]).await),
+                    None => drop(input.take()),
+                }
+            }
+        });
+        Ok(())
+    }
+
     /// Writes to a command's input; returns how much was taken. Less than all: nobody reads it any more.
-    pub async fn input(&self, id: &str, mut data: &[u8]) -> Result<usize, ExecError> {
+    pub async fn input(&self, id: &str, data: &[u8]) -> Result<usize, ExecError> {
         let session = self.find(id)?;
         let guard = session.input.lock().await;
-        let Some(file) = guard.as_ref() else { return Err(ExecError::Without("open input")) };
-        let all = data.len();
-        while !data.is_empty() {
-            let write = file.async_io(Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, data)?));
-            let written = tokio::select! {
-                written = write => written,
-                _ = session.wait_for(None, |session| session.ended()) => break,
-            };
-            match written {
-                Ok(taken) => data = &data[taken..],
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EPIPE | libc::EIO)) => break,
-                Err(error) => return Err(ExecError::Agent(error)),
-            }
-        }
-        Ok(all - data.len())
+        feed(&session, guard.as_ref(), data).await
     }
 
     /// Ends a command's input. On a terminal that is a keystroke.
     pub async fn end_input(&self, id: &str) -> Result<(), ExecError> {
         let session = self.find(id)?;
         if session.terminal.is_some() {
-            self.input(id, &[4]).await?;
+            self.input(id, &[END_OF_INPUT]).await?;
         } else {
             session.input.lock().await.take();
         }
@@ -384,6 +396,53 @@ impl Execs {
     pub fn sweep_groups(&self) {
         lock(&self.lingering).retain(|group| !group.remove());
     }
+}
+
+/// Input that is kept until it is read.
+#[derive(Debug, Default)]
+pub struct Spooled {
+    data: Vec<u8>,
+}
+
+static SPOOLED: AtomicUsize = AtomicUsize::new(0);
+
+impl Spooled {
+    /// Takes more, if there is room for it.
+    pub fn push(&mut self, data: &[u8]) -> Result<(), ExecError> {
+        let all = SPOOLED.fetch_add(data.len(), Ordering::Relaxed) + data.len();
+        self.data.extend_from_slice(data);
+        if all > MAX_SPOOLED { Err(ExecError::InputFull) } else { Ok(()) }
+    }
+
+    /// Bytes so far.
+    pub fn len(&self) -> usize {
+        self.data.len()
+    }
+}
+
+impl Drop for Spooled {
+    fn drop(&mut self) {
+        SPOOLED.fetch_sub(self.data.len(), Ordering::Relaxed);
+    }
+}
+
+/// Writes until all is taken, or nobody reads it any more; how much that was.
+async fn feed(session: &Session, input: Option<&File>, mut data: &[u8]) -> Result<usize, ExecError> {
+    let Some(file) = input else { return Err(ExecError::Without("open input")) };
+    let all = data.len();
+    while !data.is_empty() {
+        let write = file.async_io(Interest::WRITABLE, |fd| Ok(rustix::io::write(fd, data)?));
+        let written = tokio::select! {
+            written = write => written,
+            _ = session.wait_for(None, |session| session.ended()) => break,
+        };
+        match written {
+            Ok(taken) => data = &data[taken..],
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EPIPE | libc::EIO)) => break,
+            Err(error) => return Err(ExecError::Agent(error)),
+        }
+    }
+    Ok(all - data.len())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -3,6 +3,10 @@
 //! At most one reader at a time; a new one takes over. While a reader is attached, a command that writes
 //! faster is held back. Without one, its output overwrites the oldest. Between the two lies a grace: a node
 //! that restarts finds everything.
+//!
+//! All commands together keep [`KEEP_ALL`] and no more than a little for each beyond that: from there on a stream that
+//! nobody reads keeps its last [`SCARCE`] bytes, and one that somebody reads is held back sooner. So a reader loses
+//! nothing, and a thousand commands that nobody reads do not fill the machine.
 
 use super::ExecError;
 use crate::{cgroup::Group, ring::Ring};
@@ -25,8 +29,10 @@ use tonic::Status;
 const KEEP: usize = 1 << 20;
 /// Output that a reader may be behind before the command is held back.
 const AHEAD: usize = 256 << 10;
-/// What all sessions keep together; beyond it a stream keeps only what nobody has been sent.
+/// What all sessions keep together, before each is kept short.
 const KEEP_ALL: usize = 24 << 20;
+/// Output kept per stream from there on, and that its reader may be behind.
+const SCARCE: usize = 16 << 10;
 /// Largest piece of output sent at once.
 const PIECE: usize = 32 << 10;
 /// How long a command without reader is held back as if there were one.
@@ -61,7 +67,7 @@ pub struct Session {
     /// Where it and its descendants live; none once all of them have ended and the group went back.
     group: Mutex<Option<Arc<Group>>>,
     /// Where its input goes; none once it was closed.
-    pub input: tokio::sync::Mutex<Option<Arc<AsyncFd<OwnedFd>>>>,
+    pub input: Arc<tokio::sync::Mutex<Option<Arc<AsyncFd<OwnedFd>>>>>,
     /// Its terminal, if it has one.
     pub terminal: Option<Arc<AsyncFd<OwnedFd>>>,
     state: Mutex<State>,
@@ -128,7 +134,7 @@ impl Session {
             started: Instant::now(),
             pid: birth.pid,
             group: Mutex::new(Some(birth.group)),
-            input: tokio::sync::Mutex::new(birth.input),
+            input: Arc::new(tokio::sync::Mutex::new(birth.input)),
             terminal: birth.terminal,
             state: Mutex::new(state),
             changed: Notify::new(),
@@ -189,7 +195,7 @@ impl Session {
         let at = channel as usize;
         let behind =
             usize::try_from(state.rings[at].end().saturating_sub(state.sent[at])).unwrap_or(usize::MAX);
-        match AHEAD.saturating_sub(behind) {
+        match ahead().saturating_sub(behind) {
             0 if state.reader.is_some() => Err(None),
             0 => Err(Some(GRACE.saturating_sub(alone) + Duration::from_millis(1))),
             room => Ok(room),
@@ -203,13 +209,15 @@ impl Session {
             return;
         }
         let at = channel as usize;
-        let sent = state.sent[at];
+        let is_read = state.reader.is_some() || state.alone.elapsed() < GRACE;
+        let sent = if is_read { state.sent[at] } else { u64::MAX };
         let ring = &mut state.rings[at];
         let before = ring.len();
-        if KEPT.load(Ordering::Relaxed) > KEEP_ALL && ring.end() <= sent {
-            ring.clear();
-        }
         ring.push(bytes);
+        if is_scarce() {
+            let unsent = usize::try_from(ring.end().saturating_sub(sent)).unwrap_or(usize::MAX);
+            ring.keep_last(unsent.max(SCARCE));
+        }
         let after = ring.len();
         drop(state);
         KEPT.fetch_add(after, Ordering::Relaxed);
@@ -268,7 +276,7 @@ impl Session {
     /// Gives the memory of its output back.
     pub fn forget_output(&self) {
         KEPT.fetch_sub(self.kept(), Ordering::Relaxed);
-        self.lock().rings.iter_mut().for_each(Ring::clear);
+        self.lock().rings.iter_mut().for_each(|ring| ring.keep_last(0));
     }
 
     /// Bytes of output it keeps.
@@ -399,6 +407,15 @@ impl Drop for Reader {
         drop(state);
         self.session.touch();
     }
+}
+
+fn is_scarce() -> bool {
+    KEPT.load(Ordering::Relaxed) > KEEP_ALL
+}
+
+/// How far a reader may be behind.
+fn ahead() -> usize {
+    if is_scarce() { SCARCE } else { AHEAD }
 }
 
 /// Wraps an event for the wire.

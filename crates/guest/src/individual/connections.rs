@@ -18,7 +18,6 @@ use std::{
     fs, io,
     net::IpAddr,
     os::fd::AsFd,
-    path::Path,
 };
 
 /// More descriptors than a process may have.
@@ -60,7 +59,9 @@ fn reset_in(pid: i32, foreign: &BTreeSet<u64>, reset: &mut BTreeSet<u64>) -> io:
     let mut process = None;
     for entry in entries.flatten() {
         let Ok(target) = fs::read_link(entry.path()) else { continue };
-        let Some(inode) = socket_inode(&target).filter(|inode| foreign.contains(inode)) else { continue };
+        let Some(inode) = tcp_table::socket_inode(&target).filter(|inode| foreign.contains(inode)) else {
+            continue;
+        };
         if reset.contains(&inode) {
             continue;
         }
@@ -78,10 +79,6 @@ fn reset_in(pid: i32, foreign: &BTreeSet<u64>, reset: &mut BTreeSet<u64>) -> io:
         reset.insert(inode);
     }
     Ok(())
-}
-
-fn socket_inode(target: &Path) -> Option<u64> {
-    target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
 /// A connection that somebody holds.
@@ -198,8 +195,6 @@ mod tests {
         for odd in ["", "x", "0: zz:1 0100007F:1 01 0 0 0 0 0 5", "0: 0100007F:1 0:1 01 0 0 0 0 0 5"] {
             assert_eq!(connections(odd).next(), None, "{odd}");
         }
-        assert_eq!(socket_inode(Path::new("socket:[77]")), Some(77));
-        assert_eq!(socket_inode(Path::new("pipe:[77]")), None);
     }
 
     /// On this machine itself: a disconnected socket says that it was reset.

@@ -13,6 +13,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
+use tokio::sync::Notify;
 
 const DIRECTORY: &str = "/etc/keiki/thaw.d";
 /// All of them together.
@@ -35,7 +36,8 @@ pub async fn run(reaper: &Arc<Reaper>, order: &Individual) -> io::Result<()> {
     let begin = Instant::now();
     for hook in hooks {
         let name = hook.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let ended = program::run(reaper, &hook, vec![], &env, LIMIT.saturating_sub(begin.elapsed()))
+        let left = LIMIT.saturating_sub(begin.elapsed());
+        let ended = program::run(reaper, &hook, vec![], &env, left, &Notify::new())
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("hook {name}: {error}")))?;
         if ended.code != 0 {

@@ -8,7 +8,7 @@
 //! is not theirs: a copy then writes no disk on its way to a new identity, and a disk image never carries one.
 
 use super::{connections::processes_named, program};
-use crate::{cgroup, exec::signal_all, reaper::Reaper};
+use crate::{cgroup, exec::signal_all, log, reaper::Reaper};
 use rustix::{
     mount::mount_bind,
     process::Signal,
@@ -20,6 +20,10 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
+};
+use tokio::{
+    sync::{Mutex, Notify},
+    task::JoinHandle,
 };
 
 const KEEP: &str = "/etc/keiki/keep";
@@ -134,28 +138,77 @@ fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
+/// Host keys that are still being made after the release.
+#[derive(Debug, Default)]
+pub struct SlowKeys(Mutex<Option<Making>>);
+
+#[derive(Debug)]
+struct Making {
+    kinds: Vec<&'static str>,
+    stop: Arc<Notify>,
+    task: JoinHandle<()>,
+}
+
+impl SlowKeys {
+    /// Makes them in the background. Without them a server has the others.
+    pub async fn begin(&self, reaper: &Arc<Reaper>, kinds: Vec<&'static str>) {
+        if kinds.is_empty() {
+            return;
+        }
+        let (reaper, stop) = (reaper.clone(), Arc::new(Notify::new()));
+        let (wanted, stopped) = (kinds.clone(), stop.clone());
+        let task = tokio::spawn(async move {
+            match make_keys(&reaper, &wanted, SLOW, &stopped).await {
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => {
+                    log::line(&format!("SSH host keys: {error}"));
+                }
+                _ => {}
+            }
+        });
+        *self.0.lock().await = Some(Making { kinds, stop, task });
+    }
+
+    /// Ends what is under way; returns what that was to make. Where a machine is copied meanwhile, each copy would
+    /// otherwise come to the same key.
+    async fn stop(&self) -> io::Result<Vec<&'static str>> {
+        let Some(making) = self.0.lock().await.take() else { return Ok(vec![]) };
+        if making.task.is_finished() {
+            return Ok(vec![]);
+        }
+        making.stop.notify_one();
+        making.task.await.map_err(io::Error::other)?;
+        Ok(making.kinds)
+    }
+}
+
 /// New SSH host keys of the kinds that there are, and the server told. Returns what is left to do after the release.
-pub async fn host_keys(reaper: &Arc<Reaper>) -> io::Result<Vec<&'static str>> {
-    let kinds: Vec<_> = QUICK_KEYS.into_iter().chain(SLOW_KEYS).filter(|kind| key(kind).exists()).collect();
-    if kinds.is_empty() || is_kept("ssh-host-keys") {
-        return Ok(vec![]);
+pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys) -> io::Result<Vec<&'static str>> {
+    let unfinished = slow.stop().await?;
+    let kinds: Vec<_> = QUICK_KEYS
+        .into_iter()
+        .chain(SLOW_KEYS)
+        .filter(|kind| key(kind).exists() || unfinished.contains(kind))
+        .collect();
+    if is_kept("ssh-host-keys") {
+        return Ok(unfinished);
     }
     for kind in &kinds {
-        fs::remove_file(key(kind))?;
-        // The public half may be missing.
-        let _ = fs::remove_file(key(kind).with_extension("pub"));
+        // One that was not finished may be missing, and a public half.
+        for path in [key(kind), key(kind).with_extension("pub")] {
+            match fs::remove_file(path) {
+                Err(error) if !is_absent(&error) => return Err(error),
+                _ => {}
+            }
+        }
     }
     let (slow, quick): (Vec<_>, Vec<_>) = kinds.into_iter().partition(|kind| SLOW_KEYS.contains(kind));
-    make_keys(reaper, &quick, QUICK).await?;
+    if !quick.is_empty() {
+        make_keys(reaper, &quick, QUICK, &Notify::new()).await?;
+    }
     Ok(slow)
 }
 
-/// The keys that take long. Without them a server has the others.
-pub async fn slow_host_keys(reaper: &Arc<Reaper>, kinds: &[&str]) -> io::Result<()> {
-    make_keys(reaper, kinds, SLOW).await
-}
-
-async fn make_keys(reaper: &Arc<Reaper>, kinds: &[&str], limit: Duration) -> io::Result<()> {
+async fn make_keys(reaper: &Arc<Reaper>, kinds: &[&str], limit: Duration, stop: &Notify) -> io::Result<()> {
     if !Path::new(KEYGEN).exists() {
         // A server without keys says so. One with somebody else's would not.
         return Ok(());
@@ -164,7 +217,7 @@ async fn make_keys(reaper: &Arc<Reaper>, kinds: &[&str], limit: Duration) -> io:
         let path = key(kind);
         let words = ["-q", "-t", kind, "-N", "", "-C", "", "-f"].map(str::to_owned);
         let arguments = words.into_iter().chain([path.to_string_lossy().into_owned()]).collect();
-        let ended = program::run(reaper, Path::new(KEYGEN), arguments, &[], limit).await?;
+        let ended = program::run(reaper, Path::new(KEYGEN), arguments, &[], limit, stop).await?;
         if ended.code != 0 {
             return Err(io::Error::other(format!("ssh-keygen ended with {}: {}", ended.code, ended.said)));
         }

@@ -7,7 +7,7 @@
 //!   identity     machine ID, DHCP identifiers, seeds, SSH host keys       not for a wake: it is the same machine
 //!   connections  TCP with the outside reset, neighbours and names forgotten
 //!   secrets      those given to this copy, and none it may not have
-//!   generation   /run/keiki/generation, for programs that watch it
+//!   generation   /run/keiki/generation and SIGURG, for programs that want to know
 //!   hooks        /etc/keiki/thaw.d
 //! ```
 //!
@@ -16,6 +16,7 @@
 //! acknowledgement, and the node destroys the copy.
 
 mod connections;
+mod generation;
 mod hooks;
 mod identity;
 mod program;
@@ -23,15 +24,15 @@ pub mod secrets;
 
 pub use identity::prepare;
 
-use crate::{log, reaper::Reaper, sys};
-use keiki_protocol::guest::{Individual, IndividualAck, StepTime};
-use rustix::time::{ClockId, Timespec, clock_settime};
+use crate::{reaper::Reaper, sys};
+use keiki_protocol::{
+    guest::{Individual, IndividualAck, StepTime},
+    seal::Plain,
+};
+use rustix::time::{ClockId, Timespec, clock_gettime, clock_settime};
 use std::{
     fs, io,
-    os::{
-        fd::AsFd,
-        unix::fs::{FileExt, MetadataExt},
-    },
+    os::fd::AsFd,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
@@ -39,7 +40,6 @@ use std::{
     time::Instant,
 };
 
-const FILE: &str = "/run/keiki/generation";
 const MIN_ENTROPY: usize = 64;
 const MAX_ENTROPY: usize = 4096;
 const MAX_HOSTNAME: usize = 64;
@@ -75,6 +75,7 @@ pub struct Identity {
     /// One order at a time.
     order: tokio::sync::Mutex<()>,
     reaper: Arc<Reaper>,
+    slow_keys: identity::SlowKeys,
 }
 
 /// Steps done, and how long each took.
@@ -108,7 +109,12 @@ impl Steps {
 impl Identity {
     /// Of generation 0.
     pub fn new(reaper: Arc<Reaper>) -> Self {
-        Self { generation: AtomicU64::new(0), order: tokio::sync::Mutex::default(), reaper }
+        Self {
+            generation: AtomicU64::new(0),
+            order: tokio::sync::Mutex::default(),
+            reaper,
+            slow_keys: identity::SlowKeys::default(),
+        }
     }
 
     /// The generation; 0 before the first.
@@ -116,8 +122,18 @@ impl Identity {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Carries out an order.
-    pub async fn become_new(&self, order: &Individual) -> Result<IndividualAck, IndividualError> {
+    /// Randomness that another has, credited, before a key is drawn: a copy would draw its original's.
+    pub fn refresh(bytes: &[u8]) -> Result<(), IndividualError> {
+        check_entropy(bytes)?;
+        entropy(bytes).map_err(|error| IndividualError::Step("entropy", error))
+    }
+
+    /// Carries out an order, and gives the machine the secrets that came with it.
+    pub async fn become_new(
+        &self,
+        order: &Individual,
+        given: &[Plain],
+    ) -> Result<IndividualAck, IndividualError> {
         let _one = self.order.lock().await;
         let current = self.generation();
         check(order, current)?;
@@ -125,7 +141,7 @@ impl Identity {
         // Here and not on another thread: a few system calls, none of which waits for a disk.
         steps.run("entropy", || entropy(&order.entropy))?;
         if order.unix_nanos > 0 {
-            steps.run("clock", || clock(order.unix_nanos))?;
+            steps.run("clock", || clock(order.unix_nanos, order.uptime_ms))?;
         }
         if !order.hostname.is_empty() {
             steps.run("hostname", || Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
@@ -135,7 +151,8 @@ impl Identity {
             steps.run("machine_id", identity::machine_id)?;
             steps.run("seeds", identity::seeds)?;
             let begin = Instant::now();
-            slow_keys = steps.note("host_keys", begin, identity::host_keys(&self.reaper).await)?;
+            slow_keys =
+                steps.note("host_keys", begin, identity::host_keys(&self.reaper, &self.slow_keys).await)?;
         }
         steps.run("connections", || {
             connections::reset_foreign()?;
@@ -143,27 +160,19 @@ impl Identity {
             connections::forget_names();
             Ok(())
         })?;
-        steps.run("secrets", || secrets::renew(&order.secrets, &order.keep_secrets))?;
-        steps.run("generation", || record(order.generation))?;
+        steps.run("secrets", || secrets::renew(given, &order.keep_secrets))?;
+        steps.run("generation", || {
+            generation::record(order.generation)?;
+            generation::tell();
+            Ok(())
+        })?;
         self.generation.store(order.generation, Ordering::Release);
         if order.run_hooks {
             let begin = Instant::now();
             steps.note("hooks", begin, hooks::run(&self.reaper, order).await)?;
         }
-        self.make_slow_keys(slow_keys);
+        self.slow_keys.begin(&self.reaper, slow_keys).await;
         Ok(IndividualAck { generation: order.generation, steps: steps.0 })
-    }
-
-    fn make_slow_keys(&self, kinds: Vec<&'static str>) {
-        if kinds.is_empty() {
-            return;
-        }
-        let reaper = self.reaper.clone();
-        tokio::spawn(async move {
-            if let Err(error) = identity::slow_host_keys(&reaper, &kinds).await {
-                log::line(&format!("SSH host keys: {error}"));
-            }
-        });
     }
 }
 
@@ -171,14 +180,17 @@ fn check(order: &Individual, current: u64) -> Result<(), IndividualError> {
     if order.generation <= current {
         return Err(IndividualError::Generation { wanted: order.generation, current });
     }
-    if !(MIN_ENTROPY..=MAX_ENTROPY).contains(&order.entropy.len()) {
-        return Err(IndividualError::Entropy(order.entropy.len()));
-    }
+    check_entropy(&order.entropy)?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
     if order.hostname.len() > MAX_HOSTNAME || !order.hostname.bytes().all(fits) {
         return Err(IndividualError::Hostname);
     }
     Ok(())
+}
+
+fn check_entropy(bytes: &[u8]) -> Result<(), IndividualError> {
+    let fits = (MIN_ENTROPY..=MAX_ENTROPY).contains(&bytes.len());
+    if fits { Ok(()) } else { Err(IndividualError::Entropy(bytes.len())) }
 }
 
 fn entropy(bytes: &[u8]) -> io::Result<()> {
@@ -188,12 +200,24 @@ fn entropy(bytes: &[u8]) -> io::Result<()> {
     sys::reseed(random.as_fd())
 }
 
-fn clock(nanos: u64) -> io::Result<()> {
+/// Sets the wall clock to what it was at some uptime and what has passed since.
+fn clock(unix_nanos: u64, uptime_ms: u64) -> io::Result<()> {
     const SECOND: u64 = 1_000_000_000;
+    let passed = match uptime_ms {
+        0 => 0,
+        then => uptime().saturating_sub(then).saturating_mul(1_000_000),
+    };
+    let nanos = unix_nanos.saturating_add(passed);
     let seconds = i64::try_from(nanos / SECOND).map_err(io::Error::other)?;
     // Below a second, so it fits whatever the type.
     let time = Timespec { tv_sec: seconds, tv_nsec: (nanos % SECOND) as _ };
     Ok(clock_settime(ClockId::Realtime, time)?)
+}
+
+/// For how long this machine has run, in ms: it goes on in a copy from where it stood.
+pub fn uptime() -> u64 {
+    let up = clock_gettime(ClockId::Boottime);
+    u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
 /// Lets programs look the machine itself up. A comfort, and a write to a disk that is cold after a thaw: not
@@ -224,19 +248,6 @@ fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
     }
     new.extend_from_slice(line.as_bytes());
     Some(new)
-}
-
-/// Nobody reads it meanwhile, since user work stands still; and a greater number is never shorter.
-fn record(generation: u64) -> io::Result<()> {
-    static RECORD: OnceLock<fs::File> = OnceLock::new();
-    let text = generation.to_string();
-    let file = kept_open(&RECORD, || fs::File::create(FILE))?;
-    file.write_all_at(text.as_bytes(), 0)?;
-    if file.metadata()?.nlink() == 0 {
-        // User work has removed it, or put another in its place.
-        fs::write(FILE, text)?;
-    }
-    Ok(())
 }
 
 /// A file that is opened at its first use only: opening again would be the longest part of what is done with it.

@@ -24,7 +24,7 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{io::Interest, task::spawn_blocking, time::timeout};
+use tokio::{io::Interest, sync::Notify, task::spawn_blocking, time::timeout};
 
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Of what it says, this much of the end is kept.
@@ -39,13 +39,14 @@ pub struct Ended {
     pub said: String,
 }
 
-/// Runs it as root until it ends. Beyond `limit` it is killed with all it started.
+/// Runs it as root until it ends. Beyond `limit`, or when told to stop, it is killed with all it started.
 pub async fn run(
     reaper: &Arc<Reaper>,
     program: &Path,
     arguments: Vec<String>,
     env: &[(&str, String)],
     limit: Duration,
+    stop: &Notify,
 ) -> io::Result<Ended> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let group = Group::of_agent(&format!("program-{}", COUNT.fetch_add(1, Ordering::Relaxed)))?;
@@ -54,7 +55,10 @@ pub async fn run(
     // On a thread of its own: its file may be on a slow disk.
     let (spawned, group) = spawn_blocking(move || (sys::spawn(&plan, group.directory()), group)).await?;
     let done = match spawned {
-        Ok(pid) => watch(start.started(pid), output, limit, program).await,
+        Ok(pid) => tokio::select! {
+            ended = watch(start.started(pid), output, limit, program) => ended,
+            () = stop.notified() => Err(io::ErrorKind::Interrupted.into()),
+        },
         Err(SpawnError::Child { error, .. }) => Err(error),
         Err(SpawnError::Clone(error)) => Err(error),
     };

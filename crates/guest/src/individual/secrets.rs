@@ -1,34 +1,36 @@
 //! `/run/keiki/secrets`: files in memory that a caller gave to one sandbox, each for one user to read.
 //!
 //! A secret that must not be in a stored copy leaves the machine around the freeze: its bytes are overwritten where they
-//! lie, and written again afterwards, into the same file, so that whoever has it open or mapped does not notice. What a
-//! program has copied elsewhere is that program's.
+//! lie, and written again afterwards, into the same file, so that whoever has it open or mapped does not notice. The agent
+//! has them in the clear only in buffers that are zeroes afterwards ([`Plain`]). What a program has copied elsewhere is
+//! that program's.
 
 use crate::users;
 use keiki_protocol::{
-    guest::Secret,
+    seal::Plain,
     secrets::{MAX, MAX_BYTES, is_name},
 };
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Read},
+    io,
     os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, fchown},
     path::{Path, PathBuf},
 };
+use zeroize::Zeroizing;
 
 const DIRECTORY: &str = "/run/keiki/secrets";
 
 /// Gives the machine these secrets; of those it has, only `keep` stay.
-pub fn renew(give: &[Secret], keep: &[String]) -> io::Result<()> {
+pub fn renew(give: &[Plain], keep: &[String]) -> io::Result<()> {
     renew_in(Path::new(DIRECTORY), give, keep)
 }
 
-fn renew_in(directory: &Path, give: &[Secret], keep: &[String]) -> io::Result<()> {
+fn renew_in(directory: &Path, give: &[Plain], keep: &[String]) -> io::Result<()> {
     for name in names(directory)? {
         let is_given = give.iter().any(|secret| secret.name == name);
         if is_given || !keep.contains(&name) {
             let path = directory.join(name);
-            wipe(&OpenOptions::new().read(true).write(true).open(&path)?)?;
+            wipe_file(&open(&path)?)?;
             fs::remove_file(path)?;
         }
     }
@@ -38,40 +40,42 @@ fn renew_in(directory: &Path, give: &[Secret], keep: &[String]) -> io::Result<()
     Ok(())
 }
 
-/// Takes these secrets out of the machine. Those it does not have are passed over.
-pub fn take(wanted: &[String]) -> io::Result<Vec<Secret>> {
-    take_in(Path::new(DIRECTORY), wanted)
+/// Reads these secrets. Those that the machine does not have are passed over.
+pub fn read(wanted: &[String]) -> io::Result<Vec<Plain>> {
+    read_in(Path::new(DIRECTORY), wanted)
 }
 
-fn take_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Secret>> {
-    let mut taken = vec![];
-    let mut files = vec![];
+fn read_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Plain>> {
+    let mut all = vec![];
     for name in names(directory)?.into_iter().filter(|name| wanted.contains(name)) {
-        let file = OpenOptions::new().read(true).write(true).open(directory.join(&name))?;
-        let mut value = vec![];
-        (&file).take(MAX_BYTES as u64).read_to_end(&mut value)?;
-        files.push(file);
-        taken.push(Secret { name, value: value.into(), owner: String::new() });
+        let file = File::open(directory.join(&name))?;
+        // Of its size at once: what grows leaves a copy behind.
+        let mut value = Zeroizing::new(vec![0; size(&file)?]);
+        file.read_exact_at(&mut value, 0)?;
+        all.push(Plain { name, owner: String::new(), value });
     }
-    // Only once all are read: what goes wrong before has changed nothing, and what goes wrong now is put back.
-    if let Err(error) = files.iter().try_for_each(wipe) {
-        put_back_in(directory, &taken)?;
-        return Err(error);
-    }
-    Ok(taken)
+    Ok(all)
 }
 
-/// Writes secrets that were taken back into their files.
-pub fn put_back(secrets: &[Secret]) -> io::Result<()> {
+/// Overwrites these secrets where they lie.
+pub fn wipe(wanted: &[String]) -> io::Result<()> {
+    wipe_in(Path::new(DIRECTORY), wanted)
+}
+
+fn wipe_in(directory: &Path, wanted: &[String]) -> io::Result<()> {
+    let mut wiped = names(directory)?.into_iter().filter(|name| wanted.contains(name));
+    wiped.try_for_each(|name| wipe_file(&open(&directory.join(name))?))
+}
+
+/// Writes secrets that were wiped back into their files.
+pub fn put_back(secrets: &[Plain]) -> io::Result<()> {
     put_back_in(Path::new(DIRECTORY), secrets)
 }
 
-fn put_back_in(directory: &Path, secrets: &[Secret]) -> io::Result<()> {
-    for secret in secrets {
-        let path = path(directory, &secret.name)?;
-        OpenOptions::new().write(true).open(path)?.write_all_at(&secret.value, 0)?;
-    }
-    Ok(())
+fn put_back_in(directory: &Path, secrets: &[Plain]) -> io::Result<()> {
+    secrets
+        .iter()
+        .try_for_each(|secret| open(&path(directory, &secret.name)?)?.write_all_at(&secret.value, 0))
 }
 
 /// What is no file of a plain name is user work's.
@@ -91,13 +95,20 @@ fn names(directory: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Zeroes where the bytes lie.
-fn wipe(file: &File) -> io::Result<()> {
-    let len = file.metadata()?.len().min(MAX_BYTES as u64);
-    file.write_all_at(&vec![0; usize::try_from(len).unwrap_or(0)], 0)
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open(path)
 }
 
-fn put(directory: &Path, secret: &Secret) -> io::Result<()> {
+fn size(file: &File) -> io::Result<usize> {
+    Ok(usize::try_from(file.metadata()?.len()).map_or(MAX_BYTES, |size| size.min(MAX_BYTES)))
+}
+
+/// Zeroes where the bytes lie.
+fn wipe_file(file: &File) -> io::Result<()> {
+    file.write_all_at(&vec![0; size(file)?], 0)
+}
+
+fn put(directory: &Path, secret: &Plain) -> io::Result<()> {
     let path = path(directory, &secret.name)?;
     if secret.value.len() > MAX_BYTES {
         return Err(io::Error::other(format!("secret {} has more than {MAX_BYTES} bytes", secret.name)));
@@ -126,8 +137,8 @@ fn path(directory: &Path, name: &str) -> io::Result<PathBuf> {
 mod tests {
     use super::*;
 
-    fn secret(name: &str, value: &str) -> Secret {
-        Secret { name: name.into(), value: value.as_bytes().to_vec().into(), owner: String::new() }
+    fn secret(name: &str, value: &str) -> Plain {
+        Plain { name: name.into(), owner: String::new(), value: Zeroizing::new(value.into()) }
     }
 
     #[test]
@@ -150,8 +161,9 @@ mod tests {
         let at = directory.path();
         renew_in(at, &[secret("a", "hush"), secret("b", "loud")], &[]).unwrap();
         let open = File::open(at.join("a")).unwrap();
-        let taken = take_in(at, &["a".into(), "none".into()]).unwrap();
+        let taken = read_in(at, &["a".into(), "none".into()]).unwrap();
         assert_eq!(taken, [secret("a", "hush")]);
+        wipe_in(at, &["a".into(), "none".into()]).unwrap();
         let mut seen = [1; 4];
         open.read_exact_at(&mut seen, 0).unwrap();
         assert_eq!(seen, [0; 4]);

@@ -109,7 +109,7 @@ impl Machine {
     pub async fn connect(&self, generation: u64) -> (Client, Hello) {
         let stream = UnixStream::connect(&self.socket).await.unwrap();
         match client::connect(stream, generation, Duration::from_secs(40)).await {
-            Ok(connected) => connected,
+            Ok((client, met)) => (client, met.hello),
             Err(error) => panic!("{error}\n{}", self.console("a")),
         }
     }

@@ -5,7 +5,7 @@
 
 use super::{
     Control, ControlInner, InGuest, Session,
-    pump::{self, Pump, START_LIMIT},
+    pump::{self, Pump, SIGKILL, START_LIMIT},
     spec,
 };
 use crate::{
@@ -63,12 +63,21 @@ impl Node {
                 return Err(Error::Invalid(plain(&exit.message)));
             }
             drop(events);
-            let exec = get(&session.using, &session.id).await?;
             if let Some(stdin) = all {
-                // A command that does not read its input is no error.
-                tokio::spawn(async move { session.input(stdin, !stdin_open).await });
+                // The guest keeps it: a command that never reads its input must not keep its sandbox in use.
+                let spooled =
+                    tokio::time::timeout(START_LIMIT, session.send_input(&stdin, !stdin_open, true));
+                let spooled =
+                    spooled.await.map_err(|late| Error::internal("the guest did not take the input", late));
+                // One without open input has ended already.
+                if let Err(error @ (Error::Internal { .. } | Error::NoRoom(_))) =
+                    spooled.and_then(|sent| sent)
+                {
+                    let _ = session.signal(SIGKILL).await;
+                    return Err(session.using.explain(error).await);
+                }
             }
-            Ok(exec)
+            get(&session.using, &session.id).await
         });
         started.await.map_err(|cause| Error::internal("the command was given up", cause))?
     }
@@ -148,6 +157,7 @@ impl Node {
             id: name.clone(),
             eof: eof && piece.is_none(),
             data: piece.unwrap_or_default(),
+            spool: false,
         });
         let sent = using.live.guest.client().await.input(chunks).await;
         match broken.or(sent)? {

@@ -7,6 +7,7 @@ use crate::{
 };
 use bytes::Bytes;
 use keiki_protocol::guest::{AttachRequest, ExecEvent as GuestEvent, ExecSpec, exec_event::Event};
+use keiki_sys::failpoint;
 use std::{sync::Arc, time::Duration};
 use tokio::sync::{mpsc, oneshot};
 use tonic::{Code, Status, Streaming};
@@ -15,7 +16,7 @@ use tonic::{Code, Status, Streaming};
 const REATTACH: usize = 3;
 /// The guest must say within this that a command has begun; what it then sends comes when it comes.
 pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
-const SIGKILL: i32 = 9;
+pub(super) const SIGKILL: i32 = 9;
 
 /// Starts the session; if the connection turns out to be broken, over a new one.
 pub(super) async fn start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestEvent>> {
@@ -66,6 +67,8 @@ enum Outcome {
 impl Pump {
     /// Starts the command, says so, and carries its events.
     pub async fn begin(self, spec: ExecSpec, stdin: Option<Bytes>, tell: oneshot::Sender<Result<()>>) {
+        let _armed = failpoint::arm("exec");
+        failpoint::reach("begin");
         let left = async {
             self.send.closed().await;
             tokio::time::sleep(START_LIMIT).await;
@@ -79,6 +82,7 @@ impl Pump {
         };
         match started {
             Ok(stream) => {
+                failpoint::reach("started");
                 if let Some(stdin) = stdin {
                     let session = Arc::clone(&self.session);
                     // A command that does not read its input is no error of the exec.
@@ -158,6 +162,7 @@ impl Pump {
                 },
             };
             let last = matches!(event, ExecEvent::Exit { .. });
+            failpoint::reach(if last { "exit" } else { "output" });
             let heard = self.send.send(Ok(event)).await.is_ok();
             if last {
                 return Outcome::Exited;

@@ -5,6 +5,7 @@ use crate::{
     dial::Dialed,
     exec::{Session, known::From},
     files::Reading,
+    key::Secret,
     metrics::Metrics,
     once::Once,
     preview::Previews,
@@ -22,6 +23,7 @@ use keiki_types::{
         execs::{Exec, Signal, StartExec},
     },
 };
+use std::collections::BTreeMap;
 
 /// Writes each verb once: as a method of the trait and as the call of [`Node`]'s method of that name.
 macro_rules! verbs {
@@ -35,6 +37,8 @@ macro_rules! verbs {
             fn counters(&self) -> Metrics;
             /// Who may look at what of a sandbox.
             fn previews(&self) -> Previews;
+            /// What digests of named requests are made with.
+            fn request_key(&self) -> Secret;
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer>;)*
         }
 
@@ -56,6 +60,10 @@ macro_rules! verbs {
                 self.inner.previews.clone()
             }
 
+            fn request_key(&self) -> Secret {
+                self.inner.request_key
+            }
+
             $(async fn $name(&self, $($arg: $type),*) -> Result<$answer> {
                 Node::$name(self, $($arg),*).await
             })*
@@ -68,7 +76,7 @@ verbs! {
     fn list(memory: bool) -> Vec<Sandbox>;
     fn get(id: SandboxId) -> Sandbox;
     fn delete(id: SandboxId) -> ();
-    fn fork(id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Forked;
+    fn fork(id: SandboxId, request: ForkSandbox, labels: BTreeMap<String, String>, once: Option<Once>) -> Forked;
     fn promote(id: SandboxId, request: Promote) -> Promoted;
     fn pause(id: SandboxId) -> Sandbox;
     fn resume(id: SandboxId) -> Sandbox;

@@ -1,4 +1,4 @@
-//! A body that holds something as long as it is sent.
+//! Bodies that do something beside: hold a thing as long as they are sent, say when they last moved.
 
 use axum::body::{Body, Bytes, HttpBody};
 use http_body::{Frame, SizeHint};
@@ -7,9 +7,46 @@ use std::{
     task::{Context, Poll},
 };
 
+use tokio::{sync::watch, time::Instant};
+
 struct Holding<T> {
     body: Body,
     _held: T,
+}
+
+struct Watched {
+    body: Body,
+    moved: watch::Sender<Instant>,
+}
+
+/// The same body, and when it last moved; it has moved at its end for the last time.
+pub(super) fn watched(body: Body) -> (Body, watch::Receiver<Instant>) {
+    let (moved, seen) = watch::channel(Instant::now());
+    (Body::new(Watched { body, moved }), seen)
+}
+
+impl HttpBody for Watched {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let polled = Pin::new(&mut self.body).poll_frame(cx);
+        if polled.is_ready() {
+            self.moved.send_replace(Instant::now());
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 /// The same body; `held` is dropped with it, when it was sent or given up.

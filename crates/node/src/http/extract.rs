@@ -247,8 +247,12 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::{decodes_to_utf8, parse};
+    use super::{BODY_IDLE, BODY_WHOLE, SMALL, decodes_to_utf8, parse, read};
+    use crate::Error;
+    use axum::{body::Body, http::HeaderMap};
+    use bytes::Bytes;
     use keiki_types::api::{CreateSandbox, ExecRequest, ForkTree};
+    use std::time::Duration;
 
     #[test]
     fn no_body_is_an_empty_object_and_unknown_fields_are_ignored() {
@@ -273,6 +277,34 @@ mod tests {
         assert!(
             parse::<ExecRequest>(b"{\"argv\":[1]}").unwrap_err().to_string().starts_with("argv[0] is wrong")
         );
+    }
+
+    /// A body of pieces that come one after the other, so long apart.
+    fn slow_body(pieces: usize, apart: Duration) -> Body {
+        Body::from_stream(futures::stream::unfold(0, move |sent| async move {
+            tokio::time::sleep(apart).await;
+            (sent < pieces).then(|| (Ok::<_, std::io::Error>(Bytes::from_static(b" ")), sent + 1))
+        }))
+    }
+
+    /// Whoever sends a little now and then keeps a request open for so long and no longer.
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_trickles_is_not_waited_for_for_ever() {
+        for (apart, limit, why) in [
+            (Duration::from_secs(7), BODY_WHOLE, "did not come within 300 s"),
+            (BODY_IDLE * 2, BODY_IDLE, "stopped arriving for 60 s"),
+        ] {
+            let begun = tokio::time::Instant::now();
+            let said = read(&HeaderMap::new(), slow_body(usize::MAX, apart), SMALL).await.unwrap_err();
+            assert!(matches!(&said, Error::Slow(text) if text.contains(why)), "{said}");
+            assert!(
+                (limit..limit + Duration::from_secs(1)).contains(&begun.elapsed()),
+                "{:?}",
+                begun.elapsed()
+            );
+        }
+        let slow_but_whole = read(&HeaderMap::new(), slow_body(20, Duration::from_secs(7)), SMALL).await;
+        assert_eq!(slow_but_whole.unwrap().len(), 20);
     }
 
     #[test]

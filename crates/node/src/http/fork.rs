@@ -9,6 +9,7 @@ use super::{
 use crate::{Error, Result};
 use axum::{Json, extract::State, http::StatusCode};
 use keiki_types::api::{ForkSandbox, ForkTree, Forked, ForkedTree, Promote, Promoted};
+use std::collections::BTreeMap;
 use uuid::Uuid;
 
 /// The label that names a child's tree.
@@ -31,7 +32,7 @@ pub(super) async fn fork(
 ) -> Result<(StatusCode, Json<Forked>)> {
     check_count(request.count.unwrap_or(1))?;
     let once = key.of(&request);
-    Ok((StatusCode::CREATED, Json(app.api.fork(id, request, once).await?)))
+    Ok((StatusCode::CREATED, Json(app.api.fork(id, request, BTreeMap::new(), once).await?)))
 }
 
 /// Branches a running sandbox into a tree that [`promote`] ends.
@@ -52,15 +53,11 @@ pub(super) async fn fork_tree(
     let ttl_seconds =
         request.ttl_seconds.map_or_else(|| explore_ttl(&request), |seconds| Ok(Some(seconds)))?;
     let new_tree = Uuid::now_v7().to_string();
-    let mut metadata = match request.metadata {
-        Some(metadata) => metadata,
-        None => app.api.get(id).await?.metadata,
-    };
-    metadata.insert(TREE.into(), new_tree.clone());
-    metadata.insert("fork_parent_id".into(), id.to_string());
+    let labels =
+        BTreeMap::from([(TREE.to_owned(), new_tree.clone()), ("fork_parent_id".to_owned(), id.to_string())]);
     let request =
-        ForkSandbox { count: Some(request.count), metadata: Some(metadata), ttl_seconds, secrets: None };
-    let Forked { parent_id, children, timings, .. } = app.api.fork(id, request, once).await?;
+        ForkSandbox { count: Some(request.count), metadata: request.metadata, ttl_seconds, secrets: None };
+    let Forked { parent_id, children, timings, .. } = app.api.fork(id, request, labels, once).await?;
     // Of a request that was carried out before, the tree is the one made then.
     let tree_id = children.first().and_then(|child| child.metadata.get(TREE).cloned()).unwrap_or(new_tree);
     Ok((StatusCode::CREATED, Json(ForkedTree { tree_id, parent_id, children, timings })))

@@ -1,7 +1,7 @@
 //! `Idempotency-Key`: a caller's name for a request that makes something, so that it can be sent again.
 
 use super::{App, request};
-use crate::{Error, Result, once::Once};
+use crate::{Error, Result, key::Secret, once::Once};
 use axum::{extract::FromRequestParts, http::request::Parts};
 use serde::Serialize;
 use utoipa::{
@@ -21,6 +21,7 @@ const LONGEST: usize = 255;
 pub(super) struct RequestKey(Option<Named>);
 
 struct Named {
+    secret: Secret,
     caller: String,
     name: String,
     path: String,
@@ -29,7 +30,9 @@ struct Named {
 impl RequestKey {
     /// The request with these contents, to be carried out once.
     pub fn of(&self, contents: &impl Serialize) -> Option<Once> {
-        self.0.as_ref().map(|named| Once::new(&named.caller, &named.name, &named.path, contents))
+        self.0
+            .as_ref()
+            .map(|named| Once::new(&named.secret, &named.caller, &named.name, &named.path, contents))
     }
 }
 
@@ -50,7 +53,7 @@ impl IntoParams for RequestKey {
 impl FromRequestParts<App> for RequestKey {
     type Rejection = Error;
 
-    async fn from_request_parts(parts: &mut Parts, _: &App) -> Result<Self> {
+    async fn from_request_parts(parts: &mut Parts, app: &App) -> Result<Self> {
         let Some(name) = parts.headers.get(KEY) else { return Ok(Self(None)) };
         let fit = (1..=LONGEST).contains(&name.len()) && name.as_bytes().iter().all(u8::is_ascii_graphic);
         let name = name.to_str().ok().filter(|_| fit);
@@ -58,6 +61,7 @@ impl FromRequestParts<App> for RequestKey {
             Error::Invalid(format!("{KEY} must be 1 to {LONGEST} graphic ASCII characters"))
         })?;
         let caller = request::key(parts).unwrap_or_default();
-        Ok(Self(Some(Named { caller, name: name.into(), path: parts.uri.path().into() })))
+        let secret = app.api.request_key();
+        Ok(Self(Some(Named { secret, caller, name: name.into(), path: parts.uri.path().into() })))
     }
 }

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
-    guest::{GuestLink, NewIdentity},
+    guest::{GuestLink, NewIdentity, plain},
     records::TemplateRecord,
     store::{make_dir, tree_bytes},
 };
@@ -96,7 +96,7 @@ impl Inner {
         clock: &mut Clock,
     ) -> Result<TemplateRecord> {
         let generation = self.records.generation().await?;
-        let guest = self.wait_ready(machine, generation).await?;
+        let (guest, kernel) = self.wait_ready(machine, generation).await?;
         let cold_boot = ms(clock.lap("cold_boot"));
         build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
         let guest = self.warm(machine, guest, generation, &recipe.spec.warm, build).await?;
@@ -120,25 +120,29 @@ impl Inner {
             generation,
             engine: self.engine.kind(),
             cold_boot_ms: cold_boot,
+            kernel,
         })
     }
 
-    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<GuestLink> {
+    /// Once it is: a connection, and the release of its kernel.
+    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<(GuestLink, String)> {
         let ready = async {
             loop {
                 // Until the kernel is up nobody answers: each attempt is bounded by itself.
                 let link = GuestLink::connect(&machine.agent_socket(), generation).await;
                 if let Ok(link) = link {
                     let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
-                    if info.is_ok_and(|info| info.ready) {
-                        return link;
+                    if let Ok(info) = info
+                        && info.ready
+                    {
+                        return (link, plain(&info.kernel));
                     }
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
         tokio::select! {
-            link = ready => Ok(link),
+            ready = ready => Ok(ready),
             how = machine.ended() => {
                 Err(Error::internal("the guest ended while it booted", anyhow::anyhow!(how)))
             }
@@ -161,6 +165,7 @@ impl Inner {
     ) -> Result<GuestLink> {
         let new = NewIdentity { is_bake: true, ..NewIdentity::named(Origin::Create, WARM_NAME) };
         guest.individualize(new).await?;
+        guest.thaw_user().await?;
         for line in WARM {
             run(&guest, line, BOOT_LIMIT).await?;
         }

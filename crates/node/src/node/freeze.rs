@@ -10,7 +10,8 @@
 use super::{
     Inner,
     machine::{Individual, Place, engine_error},
-    request, secrets,
+    request,
+    secrets::{self, Out},
 };
 use crate::{
     admission::Ticket,
@@ -30,6 +31,7 @@ use keiki_types::{
     api::{self, EventKind, ForkSandbox, Forked, Timings},
 };
 use std::{
+    collections::BTreeMap,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -80,8 +82,12 @@ impl Inner {
             clock.lap("freeze_user");
         }
         let out = match after {
-            After::GoesOn([]) | After::Ends => Ok(Vec::new()),
-            After::GoesOn(out) if running => live.guest.take_secrets(out.to_vec()).await,
+            After::GoesOn([]) | After::Ends => Ok(None),
+            After::GoesOn(out) if running => {
+                let out = Out::take(&live.guest, out, &self.store.run(sandbox.id)).await;
+                clock.lap("take_secrets");
+                out.map(Some)
+            }
             // Nobody in it answers.
             After::GoesOn(_) => Err(Error::Conflict(format!(
                 "sandbox {} is paused and has secrets that a snapshot must not have: resume it first",
@@ -96,12 +102,19 @@ impl Inner {
                     .map_err(|error| engine_error("the machine cannot be frozen", error)),
                 out,
             ),
-            Err(error) => (Err(error), Vec::new()),
+            Err(error) => (Err(error), None),
         };
         clock.lap("freeze");
         let mut user_pause = None;
         if running && (taken.is_err() || after != After::Ends) {
-            let put = live.guest.put_secrets(out).await;
+            let put = match out {
+                Some(out) => {
+                    let put = out.put_back(&live.guest).await;
+                    clock.lap("put_secrets");
+                    put
+                }
+                None => Ok(()),
+            };
             let thawed = live.guest.thaw_user().await;
             user_pause = user_stopped.map(|at| at.elapsed());
             clock.lap("thaw_user");
@@ -167,7 +180,7 @@ impl Inner {
                     event.snapshot_id = Some(snapshot);
                     event.ms = Some(timings.total_ms);
                 });
-                Ok(api::Snapshot { timings: Some(timings), ..snapshot_record.view() })
+                Ok(api::Snapshot { timings: Some(timings), ..self.snapshot_view(&snapshot_record) })
             }
             Err(error) => {
                 self.store.remove_or_log(dir).await;
@@ -204,11 +217,13 @@ impl Inner {
             engine: record.engine,
             metadata: record.metadata,
             secrets: record.secrets,
+            kernel: record.kernel,
         };
-        self.records.put_made(vec![snapshot.clone()], once.map(|once| once.made([id]))).await?;
         // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
+        let descended = SandboxRecord { parent_snapshot_id: Some(id), ..sandbox.record() };
+        let request = once.map(|once| once.made([id]));
+        self.records.put_all(vec![snapshot.clone()], vec![descended], request).await?;
         sandbox.update(|record| record.parent_snapshot_id = Some(id));
-        self.records.put(vec![sandbox.record()]).await?;
         clock.lap("record");
         Ok((snapshot, taken))
     }
@@ -217,6 +232,7 @@ impl Inner {
         self: &Arc<Self>,
         id: SandboxId,
         fork: ForkSandbox,
+        labels: BTreeMap<String, String>,
         once: Option<&Once>,
     ) -> Result<Forked> {
         let _armed = arm("fork");
@@ -226,10 +242,9 @@ impl Inner {
         let (verb, live) = self.frozen_verb(&sandbox, Verb::Freeze).await?;
         let Some(live) = live else { return Err(Error::Conflict(format!("sandbox {id} has no machine"))) };
         let parent = sandbox.record();
-        let metadata = match fork.metadata {
-            Some(metadata) => request::metadata(metadata)?,
-            None => parent.metadata.clone(),
-        };
+        let mut metadata = fork.metadata.unwrap_or_else(|| parent.metadata.clone());
+        metadata.extend(labels);
+        let metadata = request::metadata(metadata)?;
         let ttl_seconds = request::ttl(fork.ttl_seconds, parent.ttl_seconds)?;
         let (secrets, has) = secrets::of_copy(&parent.secrets, |fates| fates.on_fork, fork.secrets)?;
         let tickets = self.admission.admit(parent.shape, count)?;

@@ -149,10 +149,7 @@ impl Inner {
             }
         };
         clock.lap("connect");
-        for (step, took) in guest.individualize(who.new).await? {
-            clock.note(&format!("guest:{step}"), took);
-        }
-        clock.lap("individualize");
+        guest.release(who.new, clock).await?;
         Ok(guest)
     }
 

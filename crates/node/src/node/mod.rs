@@ -19,6 +19,7 @@ mod once;
 pub(crate) mod request;
 mod secrets;
 mod sources;
+mod stale;
 mod start;
 mod sweep;
 mod template;
@@ -28,6 +29,7 @@ use crate::{
     admission::{Admission, DiskRoom},
     error::{Error, Result},
     events::{Events, event},
+    key::Secret,
     locks::Locks,
     metrics::Metrics,
     once::Once,
@@ -48,7 +50,7 @@ use keiki_types::{
     },
 };
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     path::PathBuf,
     sync::{Arc, PoisonError, RwLock},
     time::Duration,
@@ -93,6 +95,10 @@ pub struct Config {
     pub preview_suffix: String,
     /// Name servers of the forwarder. Empty: the host's.
     pub dns: Vec<std::net::SocketAddr>,
+    /// Snapshots older than this are marked as stale. None: none is.
+    pub snapshot_max_age: Option<Duration>,
+    /// Snapshots older than this are not restored. None: all are.
+    pub snapshot_refuse_age: Option<Duration>,
     /// End every sandbox and unmount the store when the node stops.
     pub ephemeral: bool,
 }
@@ -134,6 +140,8 @@ pub(crate) struct Inner {
     starting: tokio::sync::Semaphore,
     templates: template::Templates,
     sources: sources::Sources,
+    /// What digests of named requests are made with.
+    pub(crate) request_key: Secret,
     /// Named requests under way, by their keys.
     requests: Locks<String>,
     /// What must end before the node does.
@@ -289,13 +297,19 @@ impl Node {
         self.inner.to_the_end(async move { inner.delete(id).await }).await
     }
 
-    /// Branches children off a sandbox, all or none.
+    /// Branches children off a sandbox, all or none. They have these labels beside the request's or the parent's.
     ///
     /// # Errors
     /// 400, 404, 409, 507; 422 for a named request.
-    pub async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+    pub async fn fork(
+        &self,
+        id: SandboxId,
+        request: ForkSandbox,
+        labels: BTreeMap<String, String>,
+        once: Option<Once>,
+    ) -> Result<Forked> {
         let inner = Arc::clone(&self.inner);
-        self.inner.to_the_end(async move { inner.fork_once(id, request, once).await }).await
+        self.inner.to_the_end(async move { inner.fork_once(id, request, labels, once).await }).await
     }
 
     /// Keeps one child of a fork-tree.
@@ -411,7 +425,7 @@ impl Node {
         let mut records = self.inner.records.all::<SnapshotRecord>().await?;
         records.retain(|record| of.is_none_or(|id| record.sandbox_id == id));
         records.sort_by_key(|record| std::cmp::Reverse(record.id));
-        Ok(records.iter().map(SnapshotRecord::view).collect())
+        Ok(records.iter().map(|record| self.inner.snapshot_view(record)).collect())
     }
 
     /// One snapshot.
@@ -419,7 +433,7 @@ impl Node {
     /// # Errors
     /// 404.
     pub async fn get_snapshot(&self, id: SnapshotId) -> Result<Snapshot> {
-        Ok(self.inner.snapshot_record(id).await?.view())
+        Ok(self.inner.snapshot_view(&self.inner.snapshot_record(id).await?))
     }
 
     /// Deletes a snapshot. What was restored from it lives on.

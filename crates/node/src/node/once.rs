@@ -9,7 +9,7 @@ use keiki_types::{
     SandboxId, SnapshotId,
     api::{self, CreateSandbox, ForkSandbox, Forked},
 };
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 use tokio::sync::OwnedRwLockWriteGuard;
 
 /// The turn of a named request: others of its name wait.
@@ -32,10 +32,11 @@ impl Inner {
         self: &Arc<Self>,
         id: SandboxId,
         asked: ForkSandbox,
+        labels: BTreeMap<String, String>,
         once: Option<Once>,
     ) -> Result<Forked> {
         let (_turn, made) = self.turn(once.as_ref()).await?;
-        let Some(made) = made else { return self.fork(id, asked, once.as_ref()).await };
+        let Some(made) = made else { return self.fork(id, asked, labels, once.as_ref()).await };
         let children = self.made_sandboxes(&made)?;
         let sandbox = children.first().cloned().ok_or_else(gone)?;
         // Of the whole fork no times were kept; the first child's are those of its part.
@@ -53,7 +54,7 @@ impl Inner {
         let id: SnapshotId = made.first().and_then(|id| id.parse().ok()).ok_or_else(gone)?;
         match self.snapshot_record(id).await {
             Err(Error::NotFound(_)) => Err(gone()),
-            found => Ok(found?.view()),
+            found => Ok(self.snapshot_view(&found?)),
         }
     }
 

@@ -1,12 +1,15 @@
 //! Start and stop. A node that starts finds what an earlier one left: machines that still run go on, and
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
-use super::{Config, Inner, Node, observe::Measured, sources::Sources, sweep, template::Templates};
+use super::{
+    Config, Inner, Node, observe::Measured, secrets::Out, sources::Sources, sweep, template::Templates,
+};
 use crate::{
     admission::{Admission, DiskRoom},
     error::{Error, Result},
     events::Events,
     guest::GuestLink,
+    key,
     locks::Locks,
     metrics::Metrics,
     preview::Previews,
@@ -20,7 +23,7 @@ use keiki_sys::failpoint;
 use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
 use std::{
     collections::{HashMap, HashSet},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, RwLock},
     time::Duration,
 };
@@ -60,6 +63,8 @@ impl Node {
         let events = Events::open(&store.events())?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
         let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
+        let request_key = key::secret(&store.request_key())
+            .map_err(|cause| Error::internal("cannot read or make the key of named requests", cause))?;
         let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
@@ -80,6 +85,7 @@ impl Node {
             measured: Measured::default(),
             events,
             previews,
+            request_key,
             starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
@@ -88,6 +94,7 @@ impl Node {
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
+        inner.engine.all_adopted();
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
         tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })
@@ -190,6 +197,19 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
     tag.parse().map_err(|error| Error::internal("no tag for this node", anyhow::anyhow!("{error}")))
 }
 
+/// The earlier node may also have had secrets of it in its hands. A machine that does not take them goes on without.
+async fn put_back_left(id: SandboxId, guest: &GuestLink, run: &Path) {
+    let put = match Out::left(run) {
+        Ok(Some(out)) => out.put_back(guest).await,
+        Ok(None) => return,
+        Err(error) => Err(error),
+    };
+    match put {
+        Ok(()) => tracing::info!(%id, "secrets are back that an earlier node took out"),
+        Err(error) => tracing::error!(%id, error = &error as &dyn std::error::Error, "secrets are lost"),
+    }
+}
+
 impl Inner {
     async fn recover(self: &Arc<Self>, known: Vec<SandboxRecord>) -> Result<()> {
         let _armed = failpoint::arm("start");
@@ -271,6 +291,7 @@ impl Inner {
         if record.status == Status::Running {
             machine.resume().await.map_err(broken)?;
             let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
+            put_back_left(record.id, &guest, &self.store.run(record.id)).await;
             guest.thaw_user().await?;
             return Ok(guest);
         }

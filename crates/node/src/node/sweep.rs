@@ -3,14 +3,13 @@
 use super::Inner;
 use crate::{
     lifecycle::Sweep,
-    sandbox::{CONSOLE_MARK, Live, Sandbox},
+    sandbox::{CONSOLE_MARK, Claim, Live, Sandbox},
 };
 use keiki_types::{Status, api::EventKind};
 use std::{
     sync::{Arc, PoisonError, Weak},
     time::Duration,
 };
-use tokio::sync::OwnedMutexGuard;
 
 /// How often TTLs are looked at.
 const EVERY: Duration = Duration::from_millis(500);
@@ -26,12 +25,9 @@ pub(super) async fn sweeper(node: Weak<Inner>) {
             return;
         }
         for sandbox in node.sandboxes() {
-            // Somebody is changing it: that is activity, and the next round will see.
-            let Ok(verb) = Arc::clone(&sandbox.verb).try_lock_owned() else { continue };
-            let (verdict, before) = sandbox.claim_if_idle();
-            if verdict != Sweep::Keep {
+            if let Some(claim) = sandbox.claim_if_idle() {
                 node.tell(sandbox.id, EventKind::Expired, |_| {});
-                let sweep = Arc::clone(&node).sweep(sandbox, verdict, before, verb);
+                let sweep = Arc::clone(&node).sweep(sandbox, claim);
                 tokio::spawn(node.under_way.track_future(sweep));
             }
         }
@@ -39,13 +35,8 @@ pub(super) async fn sweeper(node: Weak<Inner>) {
 }
 
 impl Inner {
-    async fn sweep(
-        self: Arc<Self>,
-        sandbox: Arc<Sandbox>,
-        verdict: Sweep,
-        before: Status,
-        verb: OwnedMutexGuard<()>,
-    ) {
+    async fn sweep(self: Arc<Self>, sandbox: Arc<Sandbox>, claim: Claim) {
+        let Claim { verdict, before, verb } = claim;
         let done = match (verdict, sandbox.live()) {
             (Sweep::Delete, _) => self.delete_claimed(&sandbox, before).await,
             (Sweep::Hibernate, Some(live)) => self.hibernate_locked(&sandbox, &live).await,

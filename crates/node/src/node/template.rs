@@ -216,6 +216,11 @@ impl Inner {
         })
     }
 
+    /// Has this template another version than this by now? Not if there is none of its name any more.
+    pub(super) fn is_rebuilt(&self, template: &str, version: &str) -> bool {
+        self.templates.current(template).is_some_and(|current| current.record.version != version)
+    }
+
     fn catalog(&self) -> Catalog {
         Catalog::new(self.config.templates_dir.clone())
     }
@@ -501,6 +506,7 @@ fn view(record: &TemplateRecord) -> Template {
         description: record.description.clone(),
         created_at: rfc3339(record.created_at),
         cold_boot_ms: Some(record.cold_boot_ms),
+        kernel: record.kernel.clone(),
     }
 }
 
@@ -516,5 +522,6 @@ fn missing(spec: &TemplateSpec) -> Template {
         description: spec.description.clone(),
         created_at: String::new(),
         cold_boot_ms: None,
+        kernel: String::new(),
     }
 }

@@ -13,7 +13,7 @@ use crate::{
     lifecycle::{Decision, Verb},
     once::Once,
     records::{SandboxRecord, SnapshotRecord},
-    sandbox::{Begin, Live, Sandbox, Use},
+    sandbox::{Live, Sandbox, Use},
 };
 use keiki_engine::{Frozen, SharingScope};
 use keiki_sys::failpoint::arm;
@@ -44,6 +44,7 @@ impl Inner {
                 let dir = self.store.snapshot(id);
                 let _held = self.sources.hold(&dir).await;
                 let snapshot = self.snapshot_record(id).await?;
+                self.refuse_old(&snapshot)?;
                 request::shape(&asked, &snapshot.template, snapshot.shape)?;
                 let _room = self.reserve_disk(RESTORE_DISK_BYTES)?;
                 let (secrets, has) =
@@ -52,6 +53,7 @@ impl Inner {
                     secrets: has,
                     template: snapshot.template,
                     template_version: snapshot.template_version,
+                    kernel: snapshot.kernel,
                     shape: snapshot.shape,
                     from_snapshot: Some(id),
                     parent_snapshot_id: Some(id),
@@ -75,6 +77,7 @@ impl Inner {
                     secrets: has,
                     template: baked.record.name.clone(),
                     template_version: baked.record.version.clone(),
+                    kernel: baked.record.kernel.clone(),
                     shape: baked.record.shape,
                     ..base
                 };
@@ -118,6 +121,7 @@ impl Inner {
             timings: None,
             error: None,
             secrets: BTreeMap::new(),
+            kernel: String::new(),
         }
     }
 
@@ -341,6 +345,7 @@ impl Inner {
     }
 
     pub(super) async fn promote(&self, id: SandboxId, promote: Promote) -> Result<Promoted> {
+        let _armed = arm("promote");
         let winner = self.sandbox(id)?.record();
         let tree_id = promote.tree_id.or_else(|| winner.metadata.get("fork_tree_id").cloned());
         let tree_id = tree_id.ok_or_else(|| {
@@ -402,16 +407,10 @@ impl Inner {
 
     /// Begins a use of a sandbox, waking it if need be.
     pub(crate) async fn begin(self: &Arc<Self>, id: SandboxId) -> Result<Use> {
-        let sandbox = self.sandbox(id)?;
-        loop {
-            match sandbox.begin()? {
-                Begin::Go(using) => return Ok(using),
-                Begin::Wait => drop(sandbox.verb.lock().await),
-                Begin::WakeFirst => {
-                    let waking = Arc::clone(self);
-                    self.to_the_end(async move { waking.wake(id).await }).await?;
-                }
-            }
-        }
+        let wake = || {
+            let waking = Arc::clone(self);
+            async move { self.to_the_end(async move { waking.wake(id).await }).await.map(drop) }
+        };
+        self.sandbox(id)?.begin(wake).await
     }
 }

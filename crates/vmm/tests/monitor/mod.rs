@@ -1,9 +1,12 @@
 //! Real monitors with a guest of a few bytes, driven over their control sockets as a node does.
 #![allow(dead_code)]
 
+#[path = "../../../../fuzz/bodies/overlay.rs"]
+pub mod overlay;
+
 use keiki_control::{
-    Boot, Client, ControlError, Cpu, Devices, Freeze, Frozen, Load, Persisted, Reply, Request, Role, Shape,
-    Start, Thaw, Thawed, listen,
+    Boot, Client, ControlError, Cpu, Devices, Disk, Freeze, Frozen, Load, Persisted, Reply, Request, Role,
+    Shape, Start, Thaw, Thawed, listen,
 };
 use keiki_sys::process::{Process, Setup};
 use std::{
@@ -101,38 +104,18 @@ pub fn kernel(code: &[u8]) -> Vec<u8> {
     file
 }
 
-/// An empty overlay for a disk of [`DISK`] bytes: header, reference counts, and a table that maps nothing.
-pub fn empty_layer() -> Vec<u8> {
-    const CLUSTER: usize = 1 << 16;
-    let mut file = vec![0; 4 * CLUSTER];
-    let mut put = |at: usize, bytes: &[u8]| file[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &0x5146_49fb_u32.to_be_bytes());
-    put(4, &3_u32.to_be_bytes());
-    put(20, &16_u32.to_be_bytes());
-    put(24, &DISK.to_be_bytes());
-    put(36, &1_u32.to_be_bytes());
-    put(40, &(3 * CLUSTER as u64).to_be_bytes());
-    put(48, &(CLUSTER as u64).to_be_bytes());
-    put(56, &1_u32.to_be_bytes());
-    put(96, &4_u32.to_be_bytes());
-    put(100, &104_u32.to_be_bytes());
-    put(CLUSTER, &(2 * CLUSTER as u64).to_be_bytes());
-    for cluster in 0..4 {
-        put(2 * CLUSTER + 2 * cluster, &1_u16.to_be_bytes());
-    }
-    file
-}
-
-/// None, and says so, where no monitor can run.
+/// None, and says so, where no monitor can run; a failure with `KEIKI_TEST_NEED_KVM`.
 pub fn place() -> Option<Place> {
     if let Err(error) = keiki_hv::Kvm::open() {
+        let needed = std::env::var_os("KEIKI_TEST_NEED_KVM").is_some_and(|value| !value.is_empty());
+        assert!(!needed, "KEIKI_TEST_NEED_KVM is set, and there is no KVM here: {error}");
         println!("skipped: no KVM here: {error}");
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
-    std::fs::write(dir.path().join("empty.qcow2"), empty_layer()).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0), tap: None })
+    std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
+    Some(Place { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
 }
 
 /// A directory with the files of machines.
@@ -141,6 +124,8 @@ pub struct Place {
     next: AtomicU32,
     /// What the next machine gets as its network.
     pub tap: Option<File>,
+    /// Disks besides the root disk: what the bottom layer is, and whether all is only read.
+    pub disks: Vec<(PathBuf, bool)>,
 }
 
 /// A monitor, and how to talk to it.
@@ -160,6 +145,8 @@ pub struct Files {
     pub console: PathBuf,
     /// Bottom first; the last is its top.
     pub layers: Vec<PathBuf>,
+    /// The same of further disks. Those that are only read have no top.
+    pub disks: Vec<Vec<PathBuf>>,
 }
 
 fn open(path: &Path) -> File {
@@ -202,12 +189,25 @@ impl Place {
         Monitor { process, client, files: None, ram: None }
     }
 
-    fn new_files(&self, layers: Vec<PathBuf>) -> (Files, Vec<(Role, OwnedFd)>) {
+    /// The writable ones of the further disks.
+    fn writable(&self) -> impl Iterator<Item = usize> {
+        let disks = self.disks.iter().enumerate();
+        disks.filter(|(_, (_, read_only))| !read_only).map(|(number, _)| number)
+    }
+
+    /// The chains of a machine's further disks, each with a top of its own.
+    fn with_tops(&self, mut disks: Vec<Vec<PathBuf>>) -> Vec<Vec<PathBuf>> {
+        self.writable().for_each(|number| disks[number].push(self.new_top()));
+        disks
+    }
+
+    fn new_files(&self, layers: Vec<PathBuf>, disks: Vec<Vec<PathBuf>>) -> (Files, Vec<(Role, OwnedFd)>) {
         let files = Files {
             socket: self.path("control"),
             agent: self.path("agent"),
             console: self.path("log"),
             layers,
+            disks,
         };
         let mut fds: Vec<(Role, OwnedFd)> = vec![
             (Role::Listener, listen(&files.socket).unwrap()),
@@ -217,6 +217,11 @@ impl Place {
         let (top, lower) = files.layers.split_last().unwrap();
         fds.extend(lower.iter().map(|path| (Role::Layer, File::open(path).unwrap().into())));
         fds.push((Role::Top, open(top).into()));
+        for (number, ((_, read_only), chain)) in (0..).zip(self.disks.iter().zip(&files.disks)) {
+            let (lower, tops) = chain.split_at(chain.len() - usize::from(!read_only));
+            fds.extend(lower.iter().map(|path| (Role::DiskLayer(number), File::open(path).unwrap().into())));
+            fds.extend(tops.iter().map(|path| (Role::DiskTop(number), open(path).into())));
+        }
         (files, fds)
     }
 
@@ -231,7 +236,9 @@ impl Place {
         vcpus: u32,
         mib: u32,
     ) -> Result<Monitor, ControlError> {
-        let (files, mut fds) = self.new_files(vec![self.dir.path().join("bottom.raw"), self.new_top()]);
+        let disks = self.with_tops(self.disks.iter().map(|(bottom, _)| vec![bottom.clone()]).collect());
+        let layers = vec![self.dir.path().join("bottom.raw"), self.new_top()];
+        let (files, mut fds) = self.new_files(layers, disks);
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&kernel(code)).unwrap();
         let mut initrd = tempfile::tempfile().unwrap();
@@ -246,7 +253,11 @@ impl Place {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
             cpu: Cpu::Baseline,
-            devices: Devices { mac: [2, 0, 0, 0, 0, 1], agent_port: "test".into() },
+            devices: Devices {
+                mac: [2, 0, 0, 0, 0, 1],
+                agent_port: "test".into(),
+                disks: self.disks.iter().map(|(_, read_only)| Disk { read_only: *read_only }).collect(),
+            },
             generation: [1; 16],
         });
         let reply = monitor.client.call(&boot, &borrow(&fds), PATIENCE)?.reply;
@@ -267,12 +278,16 @@ impl Place {
 
     pub fn try_freeze(&self, machine: &mut Monitor, top: &Path) -> Result<(Monitor, Frozen), ControlError> {
         let (client, theirs) = Client::pair().unwrap();
-        let fds = [(Role::Control, theirs), (Role::Top, open(top).into())];
+        let tops: Vec<_> = self.writable().map(|number| (number, self.new_top())).collect();
+        let mut fds = vec![(Role::Control, theirs), (Role::Top, open(top).into())];
+        fds.extend(tops.iter().map(|(number, top)| (Role::DiskTop(*number as u8), open(top).into())));
         let answer = machine.client.call(&Request::Freeze(Freeze {}), &borrow(&fds), PATIENCE)?;
         let Reply::Frozen(frozen) = answer.reply else { panic!("{answer:?}") };
         let process = Process::open(frozen.pid).unwrap().unwrap();
         let files = machine.files.clone().unwrap();
-        machine.files.as_mut().unwrap().layers.push(top.to_owned());
+        let own = machine.files.as_mut().unwrap();
+        own.layers.push(top.to_owned());
+        tops.into_iter().for_each(|(number, top)| own.disks[number].push(top));
         Ok((Monitor { process, client, files: Some(files), ram: None }, frozen))
     }
 
@@ -307,9 +322,9 @@ impl Place {
     }
 
     pub fn copy_files(&self, zygote: &Monitor) -> (Files, Vec<(Role, OwnedFd)>) {
-        let mut layers = zygote.files.as_ref().unwrap().layers.clone();
+        let Files { mut layers, disks, .. } = zygote.files.clone().unwrap();
         layers.push(self.new_top());
-        self.new_files(layers)
+        self.new_files(layers, self.with_tops(disks))
     }
 
     /// Writes a zygote down, over a base or over nothing.
@@ -366,6 +381,7 @@ impl Place {
             agent: PathBuf::new(),
             console: PathBuf::new(),
             layers: stored.layers.clone(),
+            disks: Vec::new(),
         });
         Ok(monitor)
     }
@@ -450,7 +466,18 @@ impl Monitor {
         kib.sum::<f64>() / 1024.0
     }
 
+    /// Where the RAM below the hole is, of a machine with so many MiB. Over nothing the kernel makes one mapping of both
+    /// parts, and what lies above the hole comes first.
     pub fn ram_start_of(&self, mib: u64) -> u64 {
+        const BELOW_HOLE: u64 = 3 << 10;
+        let above = mib.saturating_sub(BELOW_HOLE);
+        let one = self.mapping_of(mib).map(|start| start + (above << 20));
+        let found = one.or_else(|| self.mapping_of(mib - above));
+        found.unwrap_or_else(|| panic!("no RAM of {mib} MiB in {}", self.pid()))
+    }
+
+    /// The mapping of this size that is guest memory.
+    pub fn mapping_of(&self, mib: u64) -> Option<u64> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
         let mut found = maps.lines().filter_map(|line| {
             let (range, rest) = line.split_once(' ')?;
@@ -458,7 +485,7 @@ impl Monitor {
             let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
             (rest.starts_with("rw-p") && to - from == mib << 20).then_some(from)
         });
-        found.next().unwrap_or_else(|| panic!("no RAM in:\n{maps}"))
+        found.next()
     }
 
     pub fn console(&self) -> String {

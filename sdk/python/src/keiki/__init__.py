@@ -22,6 +22,7 @@ from ._version import __version__
 from .client import Client, default_client
 from .command import Command
 from .errors import (
+    ArchiveError,
     AuthError,
     BadRequestError,
     CapacityError,
@@ -41,17 +42,24 @@ from .models import (
     ExecEvent,
     ExecResult,
     FileEntry,
+    FileEvent,
     Lifecycle,
     MemoryUse,
+    Port,
+    Preview,
     SandboxEvent,
+    Secret,
     Step,
+    Template,
     Timings,
+    Unpacked,
 )
 from .sandbox import Sandbox
 from .snapshot import Snapshot
 from .stream import Stream
 
 __all__ = [
+    "ArchiveError",
     "AsyncClient",
     "AsyncCommand",
     "AsyncFilesystem",
@@ -70,21 +78,27 @@ __all__ = [
     "ExecInterrupted",
     "ExecResult",
     "FileEntry",
+    "FileEvent",
     "Filesystem",
     "IdempotencyError",
     "KeikiError",
     "Lifecycle",
     "MemoryUse",
     "NotFoundError",
+    "Port",
+    "Preview",
     "Sandbox",
     "SandboxEvent",
     "SandboxTimeout",
+    "Secret",
     "ServerError",
     "Snapshot",
     "Step",
     "Stream",
+    "Template",
     "TimeoutError_",
     "Timings",
+    "Unpacked",
     "__version__",
     "default_async_client",
     "default_client",

@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 from types import TracebackType
-from typing import BinaryIO, Iterator, List, Mapping, Tuple, Type, TypeVar, Union
+from typing import Any, BinaryIO, Callable, Iterator, List, Mapping, Tuple, Type, TypeVar, Union
 
 from . import errors
 from ._wire import address
@@ -196,6 +196,11 @@ def sleep(seconds: float) -> None:
 def settle(answer: T) -> T:
     """What a callback came to; its twin waits for callbacks that are coroutines."""
     return answer
+
+
+def aside(work: Callable[..., T], *args: Any) -> T:
+    """Work; its twin does it in a thread."""
+    return work(*args)
 
 
 def _rests(sock: socket.socket | None) -> bool:

@@ -10,7 +10,19 @@ import contextlib
 import inspect
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, AsyncGenerator, AsyncIterator, BinaryIO, Iterator, Mapping, Type, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    AsyncGenerator,
+    AsyncIterator,
+    BinaryIO,
+    Callable,
+    Iterator,
+    Mapping,
+    Type,
+    TypeVar,
+    Union,
+)
 
 from . import errors
 from ._wire import address
@@ -18,6 +30,7 @@ from ._wire import address
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
 Body = Union[None, bytes, BinaryIO]
 
 #: Kept-alive connections at rest.
@@ -128,6 +141,11 @@ async def sleep(seconds: float) -> None:
 async def settle(answer: Any) -> Any:
     """What a callback came to, once it is done."""
     return await answer if inspect.isawaitable(answer) else answer
+
+
+async def aside(work: Callable[..., T], *args: Any) -> T:
+    """Work that keeps others waiting, in a thread."""
+    return await asyncio.to_thread(work, *args)
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, Generator, Dict, List, Mapping, Tuple, Type
 
 from . import _sse, _wire, errors
 from ._http import Body, Response, Transport, sleep
-from .models import SandboxEvent, items
+from .models import SandboxEvent, Template, items
 from .stream import Stream
 
 
@@ -63,6 +63,29 @@ class Client:
         """Version and engine of the node."""
         answer = self.call("GET", "/version")
         return dict(answer) if isinstance(answer, Mapping) else {}
+
+    def templates(self) -> List[Template]:
+        """What sandboxes can be made of."""
+        return [Template.parse(one) for one in items(self.call("GET", "/templates"), "items")]
+
+    def build_template(
+        self, name: str, *, rebake: bool = False, force: bool = False, timeout_seconds: float | None = None
+    ) -> Template:
+        """Builds a template, or joins the build that runs, and waits for its end: minutes where packages have
+        to be fetched, nothing where it is current. ``rebake``: the one boot again although nothing changed.
+        ``force``: newer packages too. After ``timeout_seconds`` it raises :class:`TimeoutError_`, and the
+        build goes on."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        request = {"name": name, "rebake": rebake, "force": force}
+        build = self.call("POST", "/templates/build", json=request)
+        while not build["ended_at"]:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise errors.TimeoutError_(f"template {name} is not built after {timeout_seconds} s")
+            sleep(0.5)
+            build = self.call("GET", f"/templates/builds/{_wire.segment(build['id'])}")
+        if build["status"] != "done":
+            raise errors.ServerError(f"template {name} could not be built: {build['error']}")
+        return Template.parse(self.call("GET", f"/templates/{_wire.segment(name)}"))
 
     def events(
         self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None

@@ -92,6 +92,10 @@ class ExecInterrupted(ConnectionError):
         self.stderr = stderr
 
 
+class ArchiveError(KeikiError):
+    """A file tree cannot be packed, or what came is not what may be unpacked. Nothing of it was unpacked."""
+
+
 class CommandFailed(KeikiError):
     """A command run with ``check=True`` had an exit code other than 0."""
 

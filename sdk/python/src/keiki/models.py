@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Tuple
 
 
@@ -162,6 +162,109 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class FileEvent:
+    """A change at or below a path that is watched."""
+
+    #: ``ready`` first; ``created``, ``modified``, ``closed`` (after writing), ``attributes``, ``removed``,
+    #: ``moved``; ``overflow``: some are missing, because they were not read in time.
+    kind: str
+    path: str
+    #: ``moved``: the old path.
+    old_path: str | None
+    is_dir: bool
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> FileEvent:
+        """From the wire."""
+        return cls(
+            text(data, "kind"), text(data, "path"), optional_text(data, "from"), bool(data.get("is_dir"))
+        )
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """What an archive that was unpacked held."""
+
+    path: str
+    files: int
+    dirs: int
+    symlinks: int
+    #: Contents of the files.
+    bytes: int
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Unpacked:
+        """From the wire."""
+        counts = (number(data, name) for name in ("files", "dirs", "symlinks", "bytes"))
+        return cls(text(data, "path"), *counts)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A TCP port that something in a sandbox listens on."""
+
+    port: int
+    #: Where it listens, inside: ``0.0.0.0``, ``127.0.0.1``, ``::``.
+    address: str
+    #: Whose it is, where that was found.
+    pid: int | None
+    process: str | None
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Port:
+        """From the wire."""
+        owner = optional_number(data, "pid"), optional_text(data, "process")
+        return cls(number(data, "port"), text(data, "address"), *owner)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A link to a port of a sandbox, for a browser. Whoever has it may use that port, and nothing else."""
+
+    url: str
+    port: int
+    #: None where the node asks for no keys: the link needs no time limit then.
+    expires_at: str | None
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Preview:
+        """From the wire."""
+        return cls(text(data, "url"), number(data, "port"), optional_text(data, "expires_at"))
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A file in memory, ``/run/keiki/secrets/NAME``, that only ``owner`` can read. The node keeps no value.
+
+    What becomes of it in copies, each ``inherit``, ``drop`` or ``replace`` (a fork or restore must bring the
+    new value):
+    """
+
+    #: At most 64 KiB. Not part of ``repr()``.
+    value: str = field(repr=False)
+    #: In forks. Default ``inherit``.
+    on_fork: str | None = None
+    #: In what is restored from a snapshot. Default ``drop``.
+    on_restore: str | None = None
+    #: A user of the sandbox: a name, ``uid`` or ``uid:gid``. Default root.
+    owner: str | None = None
+
+    def wire(self) -> Dict[str, str]:
+        """As it is sent."""
+        fates = {"on_fork": self.on_fork, "on_restore": self.on_restore, "owner": self.owner}
+        return {"value": self.value, **{name: value for name, value in fates.items() if value is not None}}
+
+
+def secrets_wire(secrets: Mapping[str, str | Secret] | None) -> Dict[str, Dict[str, str]] | None:
+    """Secrets as they are sent; a plain text has the default fates."""
+    if not secrets:
+        return None
+    return {
+        name: (Secret(value) if isinstance(value, str) else value).wire() for name, value in secrets.items()
+    }
+
+
+@dataclass(frozen=True)
 class ExecResult:
     """A command that has ended."""
 
@@ -207,6 +310,39 @@ class ExecEvent:
     duration_ms: int | None = None
     #: Where in its stream the piece begins; only of :meth:`Command.stream`.
     offset: int | None = None
+
+
+@dataclass(frozen=True)
+class Template:
+    """A starting point on the node."""
+
+    name: str
+    description: str
+    #: ready, building or missing.
+    status: str
+    #: Content digest of what it was baked from; empty while never built.
+    version: str
+    cpu: int
+    memory_mb: int
+    disk_mb: int
+    size_bytes: int
+    #: When it was baked.
+    created_at: str
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Template:
+        """From the wire."""
+        return cls(
+            name=text(data, "name"),
+            description=text(data, "description"),
+            status=text(data, "status"),
+            version=text(data, "version"),
+            cpu=number(data, "cpu"),
+            memory_mb=number(data, "memory_mb"),
+            disk_mb=number(data, "disk_mb"),
+            size_bytes=number(data, "size_bytes"),
+            created_at=text(data, "created_at"),
+        )
 
 
 @dataclass(frozen=True)

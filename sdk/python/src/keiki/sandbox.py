@@ -18,12 +18,16 @@ from .models import (
     ExecResult,
     Lifecycle,
     MemoryUse,
+    Port,
+    Preview,
     SandboxEvent,
+    Secret,
     Timings,
     items,
     labels,
     number,
     optional_text,
+    secrets_wire,
     text,
 )
 from .client import Client, default_client, sse
@@ -88,6 +92,7 @@ class Sandbox:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         client: Client | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
@@ -96,7 +101,9 @@ class Sandbox:
         ``ttl_seconds``: idle seconds it may live (default: the node's, 3600). ``persistent``: hibernate
         then, instead of ending. Waits while the node says that it has no capacity yet, and asks again where
         the connection broke, see :class:`Client`. ``idempotency_key``: a name of this request; whoever
-        sends it again, also from another process, gets the same sandbox.
+        sends it again, also from another process, gets the same sandbox. ``secrets``: files of
+        ``/run/keiki/secrets`` by their names; with ``from_snapshot`` further ones, and the values of those
+        whose fate is ``replace``.
         """
         client = client or default_client()
         request: Dict[str, Any] = {
@@ -105,15 +112,18 @@ class Sandbox:
             "ttl_seconds": ttl_seconds,
             "persistent": True if persistent else None,
             "metadata": dict(metadata) if metadata else None,
+            "secrets": secrets_wire(secrets),
         }
         made = client.make("/sandboxes", present(request), idempotency_key=idempotency_key)
         return cls(made, client)
 
     @classmethod
-    def list(cls, *, client: Client | None = None) -> builtins.list[Sandbox]:
-        """All sandboxes, newest first."""
+    def list(
+        cls, *, memory: bool = False, client: Client | None = None
+    ) -> builtins.list[Sandbox]:
+        """All sandboxes, newest first. ``memory``: with what each takes, which costs the node some time."""
         client = client or default_client()
-        answer = client.call("GET", "/sandboxes")
+        answer = client.call("GET", "/sandboxes", query={"memory": "true"} if memory else None)
         return [cls(data, client) for data in items(answer, "items")]
 
     @classmethod
@@ -275,6 +285,7 @@ class Sandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox: ...
 
@@ -285,6 +296,7 @@ class Sandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> builtins.list[Sandbox]: ...
 
@@ -294,17 +306,20 @@ class Sandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox | builtins.list[Sandbox]:
         """Branches new sandboxes off this running one, memory and disk copy-on-write; this one goes on.
 
         Without ``count`` one sandbox, with it a list, all of the same instant: either all or none are
-        made. Labels and TTL are inherited unless given.
+        made. Labels and TTL are inherited unless given. ``secrets``: further ones of the children, and the
+        values of those whose fate is ``replace``.
         """
         request = {
             "count": count,
             "metadata": None if metadata is None else dict(metadata),
             "ttl_seconds": ttl_seconds,
+            "secrets": secrets_wire(secrets),
         }
         path = self._path + "/fork"
         answer = self._client.make(path, present(request) or None, idempotency_key=idempotency_key)
@@ -353,6 +368,19 @@ class Sandbox:
     def lifecycle(self) -> Lifecycle:
         """TTL, persistence and idle time of now."""
         return Lifecycle.parse(self._client.call("GET", self._path + "/lifecycle"))
+
+    # Looking in
+
+    def ports(self) -> builtins.list[Port]:
+        """TCP ports that something in it listens on."""
+        answer = self._client.call("GET", self._path + "/ports")
+        return [Port.parse(port) for port in items(answer, "items")]
+
+    def preview(self, port: int, *, ttl_seconds: int | None = None) -> Preview:
+        """A link to a port, for a browser, good for ``ttl_seconds`` (default 3600, at most a week). Nothing
+        has to listen there yet; using it wakes a hibernated sandbox."""
+        request = present({"port": port, "ttl_seconds": ttl_seconds})
+        return Preview.parse(self._client.call("POST", self._path + "/previews", json=request))
 
     def logs(self) -> str:
         """What the machine wrote to its console, the last part of it."""

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Any, Dict, Mapping
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 
 from ._wire import segment
-from .models import Timings, items, labels, number, optional_text, text
+from .models import Secret, Timings, items, labels, number, optional_text, text
 from .client import Client, default_client
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ class Snapshot:
         self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
         self.engine: str = text(data, "engine")
         self.metadata: Dict[str, str] = labels(data)
+        #: Seconds since it was taken, when the node was asked.
+        self.age_seconds: int = number(data, "age_seconds")
+        #: Release of the kernel in it; empty where it was not recorded.
+        self.kernel: str = text(data, "kernel")
+        #: Why it should be made anew: ``template_rebuilt``, ``old``, ``refused`` (restored no more).
+        self.stale: List[str] = [str(why) for why in data.get("stale") or []]
         #: Of the freeze; only on the object that :meth:`Sandbox.snapshot` returned.
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
@@ -57,9 +63,14 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
+        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+
+        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
+        ``on_restore`` says, by default not there.
+        """
         from .sandbox import Sandbox
 
         return Sandbox.create(
@@ -67,6 +78,7 @@ class Snapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             client=self._client,
             idempotency_key=idempotency_key,
         )
@@ -77,6 +89,7 @@ class Snapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
@@ -84,6 +97,7 @@ class Snapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             idempotency_key=idempotency_key,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 import time
@@ -52,14 +53,7 @@ def node() -> Iterator[None]:
     try:
         wait_for(port.exists, process, log, START_SECONDS)
         os.environ.update(KEIKI_URL=f"http://127.0.0.1:{port.read_text().strip()}", KEIKI_API_KEY=key)
-        client = keiki.default_client()
-
-        def ready() -> bool:
-            return bool(client.call("GET", "/templates/base")["status"] == "ready")
-
-        if not ready():
-            client.call("POST", "/templates/build", json={"name": "base"})
-            wait_for(ready, process, log, BUILD_SECONDS)
+        keiki.default_client().build_template("base", timeout_seconds=BUILD_SECONDS)
         yield
         for sandbox in keiki.Sandbox.list():
             with contextlib.suppress(keiki.NotFoundError):
@@ -73,6 +67,7 @@ def node() -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def wait_for(done, process: subprocess.Popen, log: Path, seconds: float) -> None:  # type: ignore[no-untyped-def]

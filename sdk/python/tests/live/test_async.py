@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 import unittest
 import uuid
 from collections.abc import Awaitable
+from pathlib import Path
 
 import keiki
 from keiki import AsyncSandbox, AsyncSnapshot
@@ -78,6 +80,16 @@ class AsyncLive(LiveTest, unittest.IsolatedAsyncioTestCase):
             await sandbox.filesystem.write("/tmp/data", data)
             pieces = [piece async for piece in sandbox.filesystem.read_stream("/tmp/data")]
             self.assertEqual(b"".join(pieces), data)
+            with tempfile.TemporaryDirectory() as scratch:
+                Path(scratch, "tree").mkdir()
+                Path(scratch, "tree", "f").write_bytes(data)
+                await sandbox.filesystem.mkdir("/tmp/w")
+                async with sandbox.filesystem.watch("/tmp/w") as changes:
+                    self.assertEqual((await changes.__anext__()).kind, "ready")
+                    await sandbox.filesystem.upload(Path(scratch, "tree"), "/tmp/w/tree")
+                    self.assertEqual((await changes.__anext__()).is_dir, True)
+                await sandbox.filesystem.download("/tmp/w", Path(scratch, "back"))
+                self.assertEqual(Path(scratch, "back", "tree", "f").read_bytes(), data)
             async with sandbox.logs_stream() as lines:
                 self.assertIsInstance(await asyncio.wait_for(lines.__anext__(), 20), str)
 

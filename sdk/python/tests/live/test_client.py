@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import io
+import os
+import tarfile
+import tempfile
 import time
 import unittest
+import urllib.parse
+from pathlib import Path
 
 import keiki
 from keiki import Sandbox, Snapshot
@@ -152,6 +158,136 @@ class Files(Shared):
             with self.assertRaises(keiki.NotFoundError):
                 call("/nope")
         self.assertFalse(files.exists("/nope"))
+
+
+class Trees(Shared):
+    def test_a_tree_goes_up_and_comes_down(self) -> None:
+        files = self.sandbox.filesystem
+        with tempfile.TemporaryDirectory() as scratch:
+            local = Path(scratch) / "tree"
+            (local / "sub").mkdir(parents=True)
+            (local / "sub" / "tool").write_bytes(bytes(range(256)) * 2000)
+            (local / "sub" / "tool").chmod(0o750)
+            (local / "link").symlink_to("sub/tool")
+            done = files.upload(local, "/root/up")
+            self.assertEqual((done.files, done.dirs, done.symlinks, done.bytes), (1, 2, 1, 512_000))
+            shown = self.sandbox.exec("cd /root/up; stat -c '%a %U' sub/tool; readlink link", check=True)
+            self.assertEqual(shown.stdout, "750 root\nsub/tool\n")
+            files.upload(local / "sub" / "tool", "/root/up/alone", owners=True)
+            self.sandbox.exec("cmp /root/up/alone /root/up/sub/tool", check=True)
+
+            files.download("/root/up", Path(scratch) / "down")
+            self.assertEqual((Path(scratch) / "down" / "sub" / "tool").stat().st_mode & 0o777, 0o750)
+            for name in ("alone", "link"):
+                down = (Path(scratch) / "down" / name).read_bytes()
+                self.assertEqual(down, (local / "sub" / "tool").read_bytes())
+            with self.assertRaises(keiki.NotFoundError):
+                files.download("/nope", Path(scratch) / "none")
+            self.assertEqual(sorted(os.listdir(scratch)), ["down", "tree"])
+
+    def test_archives_as_they_are(self) -> None:
+        files = self.sandbox.filesystem
+        self.sandbox.exec("mkdir -p /root/ar/in /root/to && echo x >/root/ar/in/f", check=True)
+        data = b"".join(files.read_archive("/root/ar"))
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            self.assertIn("ar/in/f", [name.rstrip("/") for name in archive.getnames()])
+        files.write_archive("/root/to", io.BytesIO(data), strip_top=True)
+        self.assertEqual(files.read("/root/to/in/f"), b"x\n")
+        with self.assertRaisesRegex(keiki.BadRequestError, "not whole"):
+            files.write_archive("/root/to", data[:700])
+
+    def test_changes_are_told(self) -> None:
+        files = self.sandbox.filesystem
+        files.mkdir("/root/watched")
+        with files.watch("/root/watched", recursive=True) as events:
+            self.assertEqual(next(events).kind, "ready")
+            self.sandbox.exec("cd /root/watched; echo 1 >a; mv a b; rm b", check=True)
+            seen = []
+            for event in events:
+                seen.append((event.kind, event.path.rpartition("/")[2], event.old_path))
+                if event.kind == "removed":
+                    break
+        self.assertEqual(seen[0], ("created", "a", None))
+        self.assertIn(("moved", "b", "/root/watched/a"), seen)
+        self.assertEqual(seen[-1], ("removed", "b", None))
+        with self.assertRaises(keiki.NotFoundError):
+            next(files.watch("/nope"))
+
+
+class LookingIn(Shared):
+    def test_ports_and_previews(self) -> None:
+        serve = self.sandbox.start("cd /etc && exec python3 -m http.server 8123")
+        self.addCleanup(serve.kill)
+        end = time.monotonic() + 60
+        while not (found := [port for port in self.sandbox.ports() if port.port == 8123]):
+            self.assertLess(time.monotonic(), end, "nothing listens")
+            time.sleep(0.3)
+        self.assertEqual((found[0].pid, found[0].process), (serve.pid, "python3"))
+        link = self.sandbox.preview(8123, ttl_seconds=60)
+        self.assertEqual(link.port, 8123)
+        # Names under localhost are this machine's; not every resolver knows that.
+        parts = urllib.parse.urlsplit(link.url)
+        self.assertTrue((parts.hostname or "").startswith(f"8123-{self.sandbox.id}."), link.url)
+        node = urllib.parse.urlsplit(os.environ["KEIKI_URL"])
+        browser = http.client.HTTPConnection(str(node.hostname), node.port, timeout=60)
+        self.addCleanup(browser.close)
+
+        def ask(path: str) -> tuple[int, bytes]:
+            browser.request("GET", path, headers={"Host": parts.netloc})
+            answer = browser.getresponse()
+            return answer.status, answer.read()
+
+        expected = self.sandbox.exec("cat /etc/hostname").stdout_bytes
+        self.assertEqual(ask(f"/hostname?{parts.query}"), (200, expected))
+        if link.expires_at is not None:
+            self.assertEqual(ask("/hostname")[0], 401)
+        with self.assertRaisesRegex(keiki.BadRequestError, "port"):
+            self.sandbox.preview(70000)
+
+    def test_memory_is_counted(self) -> None:
+        memory = self.sandbox.refresh().memory
+        assert memory is not None
+        self.assertEqual(memory.guest_bytes, self.sandbox.memory_mb << 20)
+        self.assertGreater(memory.private_bytes, 1 << 16)
+        self.assertGreaterEqual(memory.rss_bytes, memory.private_bytes)
+        self.assertGreaterEqual(memory.pss_bytes, memory.private_bytes)
+        self.sandbox.exec("head -c 32M /dev/urandom >/dev/shm/full", check=True)
+        grown = self.sandbox.refresh().memory
+        self.sandbox.filesystem.remove("/dev/shm/full")
+        assert grown is not None
+        self.assertGreater(grown.private_bytes - memory.private_bytes, 24 << 20)
+        listed = {one.id: one.memory for one in Sandbox.list(memory=True)}
+        self.assertIsNotNone(listed[self.sandbox.id])
+        self.assertIsNone({one.id: one.memory for one in Sandbox.list()}[self.sandbox.id])
+
+
+class Secrets(LiveTest):
+    SHOW = "cd /run/keiki/secrets && for f in *; do echo $f=$(cat $f); done"
+
+    def held(self, sandbox: Sandbox) -> list[str]:
+        return sandbox.exec(self.SHOW, check=True).stdout.split()
+
+    def test_they_follow_their_fate(self) -> None:
+        given = {
+            "stays": keiki.Secret("1", on_restore="inherit"),
+            "goes": keiki.Secret("2", on_fork="drop"),
+            "new": keiki.Secret("3", on_fork="replace", owner="nobody"),
+        }
+        parent = self.keep(Sandbox.create("base", ttl_seconds=600, secrets=given))
+        self.assertEqual(self.held(parent), ["goes=2", "new=3", "stays=1"])
+        self.assertEqual(
+            parent.exec("cat /run/keiki/secrets/new /run/keiki/secrets/stays; true", user="nobody").stdout,
+            "3",
+        )
+        with self.assertRaisesRegex(keiki.BadRequestError, "new"):
+            self.keep(parent.fork())
+        child = self.keep(parent.fork(secrets={"new": "4", "more": "5"}))
+        self.assertEqual(self.held(child), ["more=5", "new=4", "stays=1"])
+        snapshot = self.keep_snapshot(parent.snapshot())
+        restored = self.keep(snapshot.restore(ttl_seconds=90, secrets={"more": "6"}))
+        self.assertEqual(self.held(restored), ["more=6", "stays=1"])
+        with self.assertRaisesRegex(keiki.BadRequestError, "on_fork"):
+            self.keep(Sandbox.create("base", secrets={"x": keiki.Secret("1", on_fork="keep")}))
 
 
 class Life(LiveTest):

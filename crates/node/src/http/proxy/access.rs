@@ -29,8 +29,10 @@ use std::time::Duration;
 
 /// The pass in a link.
 pub(in crate::http) const PASS: &str = "keiki_pass";
-/// The pass once it was used.
-pub(super) const PASS_COOKIE: &str = "keiki_preview";
+/// The pass once it was used. Where a browser came over TLS it takes one of this name from this very host alone, so that
+/// no other host of the domain can put another in its place.
+const PASS_COOKIE: &str = "keiki_preview";
+const PASS_COOKIE_TLS: &str = "__Host-keiki_preview";
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// A key in a query, where the API takes one.
 const ACCESS_TOKEN: &str = "access_token";
@@ -111,12 +113,26 @@ fn pass_in(uri: &Uri) -> Option<String> {
     pairs.into_iter().find(|(name, _)| name == PASS).map(|(_, pass)| pass)
 }
 
+/// Is this cookie the node's?
+pub(super) fn is_pass(pair: &str) -> bool {
+    [PASS_COOKIE, PASS_COOKIE_TLS].contains(&cookie_name(pair))
+}
+
+/// What the pass is called over this scheme, and how its cookie ends.
+fn pass_cookie(headers: &HeaderMap) -> (&'static str, &'static str) {
+    match Outside::of(headers, String::new()).scheme {
+        "https" => (PASS_COOKIE_TLS, "; Secure"),
+        _ => (PASS_COOKIE, ""),
+    }
+}
+
 fn cookies(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    let (wanted, _) = pass_cookie(headers);
     let values = headers.get_all(header::COOKIE).iter().filter_map(|value| value.to_str().ok());
     // Another host of the domain may have set one of this name, too: any that is right will do.
     values
         .flat_map(|text| text.split(';'))
-        .filter(|pair| cookie_name(pair) == PASS_COOKIE)
+        .filter(move |pair| cookie_name(pair) == wanted)
         .filter_map(|pair| pair.split_once('=').map(|(_, pass)| pass.trim()))
 }
 
@@ -128,9 +144,8 @@ fn enter(headers: &HeaderMap, uri: &Uri, left: Duration) -> Response {
     let path = format!("/{}", uri.path().trim_start_matches('/'));
     let mut response = onward(StatusCode::SEE_OTHER, &format!("{path}{mark}{query}"));
     let pass = pass_in(uri).unwrap_or_default();
-    let secure = if Outside::of(headers, String::new()).scheme == "https" { "; Secure" } else { "" };
-    let cookie =
-        format!("{PASS_COOKIE}={pass}; Path=/; HttpOnly; SameSite=Lax; Max-Age={}{secure}", left.as_secs());
+    let (name, end) = pass_cookie(headers);
+    let cookie = format!("{name}={pass}; Path=/; HttpOnly; SameSite=Lax; Max-Age={}{end}", left.as_secs());
     let told = response.headers_mut();
     if let Ok(cookie) = HeaderValue::from_str(&cookie) {
         told.insert(header::SET_COOKIE, cookie);

@@ -7,7 +7,10 @@ use super::{
 };
 use crate::{
     Error, Result,
-    http::{App, body::holding},
+    http::{
+        App,
+        body::{holding, watched},
+    },
     preview::Target,
 };
 use axum::{
@@ -19,9 +22,10 @@ use axum::{
 use hyper::{client::conn::http1, upgrade::OnUpgrade};
 use hyper_util::rt::TokioIo;
 use std::time::Duration;
+use tokio::{sync::watch, time::Instant};
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
-/// How long a guest may take until its answer begins.
+/// How long a guest may take until its answer begins, from when the request last moved.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 /// How large the head of its answer may be.
 const HEAD_BYTES: usize = 64 << 10;
@@ -57,8 +61,11 @@ pub(super) async fn forward(
             tracing::debug!("a connection to a guest ended: {error}");
         }
     }));
-    let answer = tokio::time::timeout(ANSWER_LIMIT, guest.send_request(request)).await;
-    let mut answer = answer.map_err(|_| late(target))?.map_err(|error| no_answer(target, &error))?;
+    let (parts, body) = request.into_parts();
+    let (body, moved) = watched(body);
+    let answer = guest.send_request(Request::from_parts(parts, body));
+    let answer = answered(answer, moved, ANSWER_LIMIT).await;
+    let mut answer = answer.ok_or_else(|| late(target))?.map_err(|error| no_answer(target, &error))?;
     let upgraded = answer.status() == StatusCode::SWITCHING_PROTOCOLS;
     to_client(answer.headers_mut(), target, &outside, upgraded);
     if upgraded {
@@ -88,6 +95,27 @@ fn inside(uri: &Uri, outside: &Outside, credentials: Credentials) -> Result<Uri>
     format!("{path}{mark}{query}")
         .parse()
         .map_err(|_| Error::Invalid("the path and query cannot be passed on".into()))
+}
+
+/// The answer, unless it does not come within `limit` after the request has last moved.
+async fn answered<T>(
+    answer: impl Future<Output = T>,
+    moved: watch::Receiver<Instant>,
+    limit: Duration,
+) -> Option<T> {
+    let over = async {
+        loop {
+            let end = *moved.borrow() + limit;
+            tokio::time::sleep_until(end).await;
+            if *moved.borrow() + limit <= end {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        answer = answer => Some(answer),
+        () = over => None,
+    }
 }
 
 /// Carries bytes both ways until either side ends.
@@ -131,7 +159,25 @@ fn late(target: Target) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::{Credentials, Outside, inside};
+    use super::{Credentials, Outside, answered, inside, watched};
+    use axum::body::{Body, Bytes};
+    use futures::StreamExt;
+    use std::{convert::Infallible, time::Duration};
+
+    #[tokio::test]
+    async fn a_guest_is_given_up_only_once_it_has_the_request() {
+        const LIMIT: Duration = Duration::from_millis(200);
+        let pieces = futures::stream::iter(0..6).then(|_| async {
+            tokio::time::sleep(LIMIT / 2).await;
+            Ok::<_, Infallible>(Bytes::from_static(b"x"))
+        });
+        let (body, moved) = watched(Body::from_stream(pieces));
+        let sent = async { body.into_data_stream().count().await };
+        assert_eq!(answered(sent, moved.clone(), LIMIT).await, Some(6), "it was still being sent");
+        let begun = std::time::Instant::now();
+        assert_eq!(answered(std::future::pending::<()>(), moved, LIMIT).await, None);
+        assert!(begun.elapsed() < LIMIT * 2);
+    }
 
     #[test]
     fn a_guest_sees_its_own_paths() {

@@ -3,7 +3,7 @@
 //! The guest is told that it is asked as `localhost:PORT`, which development servers accept; how it is called outside
 //! stands in `X-Forwarded-*`. What leads back to itself in its answers is made to lead through the preview.
 
-use super::access::{API_KEY, Credentials, PASS_COOKIE};
+use super::access::{API_KEY, Credentials, is_pass};
 use crate::preview::Target;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header, uri::Authority};
 use std::net::IpAddr;
@@ -177,7 +177,7 @@ fn filter_cookies(headers: &mut HeaderMap) {
         // What is no text could hide the pass: it does not go on.
         .filter_map(|value| value.to_str().ok())
         .flat_map(|text| text.split(';'))
-        .filter(|pair| !pair.trim().is_empty() && cookie_name(pair) != PASS_COOKIE)
+        .filter(|pair| !pair.trim().is_empty() && !is_pass(pair))
         .map(|pair| pair.trim().to_owned())
         .collect();
     headers.remove(header::COOKIE);
@@ -192,7 +192,7 @@ fn cookie(value: &HeaderValue, outside: &Outside) -> Option<HeaderValue> {
     let text = value.to_str().ok()?;
     let mut parts = text.split(';');
     let pair = parts.next()?;
-    if cookie_name(pair) == PASS_COOKIE {
+    if is_pass(pair) {
         return None;
     }
     let (mut kept, mut path) = (vec![pair.trim().to_owned()], "/".to_owned());
@@ -255,7 +255,7 @@ mod tests {
             ("authorization", "Bearer secret"),
             ("x-api-key", "secret"),
             ("proxy-authorization", "secret"),
-            ("cookie", "a=1; keiki_preview=secret; b=2;keiki_preview=secret"),
+            ("cookie", "a=1; keiki_preview=secret; b=2;keiki_preview=secret; __Host-keiki_preview=secret"),
         ];
         for credentials in [Credentials::ByPath, Credentials::Key] {
             let all = given(&secret, credentials);

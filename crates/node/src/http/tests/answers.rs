@@ -201,6 +201,18 @@ async fn a_body_larger_than_its_cap_is_413() {
     assert_eq!(send(&twin(), announced).await.status, 413);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_body_that_trickles_is_408() {
+    let trickle = Body::from_stream(futures::stream::unfold((), |()| async {
+        tokio::time::sleep(std::time::Duration::from_secs(20)).await;
+        Some((Ok::<_, std::io::Error>(" "), ()))
+    }));
+    let twin = twin();
+    let answer = send(&twin, Request::post("/v1/sandboxes").body(trickle).unwrap()).await;
+    assert_eq!((answer.status.as_u16(), answer.error().contains("did not come within")), (408, true));
+    assert!(twin.calls.lock().unwrap().is_empty(), "something was begun");
+}
+
 #[tokio::test]
 async fn lists_have_their_names() {
     let twin = twin();

@@ -223,6 +223,17 @@ async fn a_head_that_does_not_come_is_not_waited_for() {
         let mut rest = Vec::new();
         timeout(LONG, stream.read_to_end(&mut rest)).await.unwrap_or_else(|_| panic!("{sent:?}")).unwrap();
     }
+    // Nor is one that comes a byte at a time: it must be there as a whole.
+    let (mut stream, begun) = (server.connect().await, Instant::now());
+    let trickle = async {
+        for byte in b"GET /healthz HTTP/1.1\r\nx-long: ".iter().chain(std::iter::repeat(&b'x')) {
+            stream.write_all(&[*byte]).await?;
+            sleep(Duration::from_millis(20)).await;
+        }
+        std::io::Result::Ok(())
+    };
+    assert!(timeout(LONG, trickle).await.expect("it is read for ever").is_err());
+    assert!(begun.elapsed() < Duration::from_secs(5), "after {:?}", begun.elapsed());
     // An answer that takes longer than a head may is not cut off.
     let mut stream = server.send("POST /v1/sandboxes/{id}/exec/stream", r#"{"cmd":"cat"}"#).await;
     let mut rest = Vec::new();

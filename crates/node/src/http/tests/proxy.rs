@@ -168,6 +168,15 @@ async fn a_link_lets_a_browser_in_to_one_port_and_nothing_else() {
         (&json!("own=2"), &json!("Basic guest"))
     );
     assert_eq!(seen["headers"]["x-forwarded-host"], host());
+    // Over TLS no other host of the domain can set the cookie, and one that may be such a host's does not count.
+    let tls = [PAGE.as_slice(), &[("x-forwarded-proto", "https")]].concat();
+    let entered = get(&twin, &host(), &format!("/?keiki_pass={rest}"), &tls).await;
+    let secure = entered.headers["set-cookie"].to_str().unwrap();
+    assert!(secure.starts_with("__Host-keiki_preview=") && secure.ends_with("; Secure"), "{secure}");
+    for (sent, status) in [(cookie.as_str(), 401), (secure.split(';').next().unwrap(), 200)] {
+        let asked = [("cookie", sent), ("x-forwarded-proto", "https")];
+        assert_eq!(get(&twin, &host(), "/", &asked).await.status, status, "{sent}");
+    }
     // A program may use the link as it is.
     assert_eq!(get(&twin, &host(), &format!("/?keiki_pass={rest}"), &[]).await.json()["uri"], "/");
     // Another port, another sandbox, no pass, a page of elsewhere.

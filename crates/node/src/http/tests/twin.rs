@@ -7,6 +7,7 @@ use crate::{
     exec::{Control, ControlInner, ExecEvent, Session, known::From},
     files::Reading,
     http::api::Api,
+    key::Secret,
     metrics::{Gauges, Metrics},
     node::request,
     once::Once,
@@ -226,6 +227,10 @@ impl Api for Twin {
         self.previews.get_or_init(make).clone()
     }
 
+    fn request_key(&self) -> Secret {
+        [7; 32]
+    }
+
     fn counters(&self) -> Metrics {
         self.counters.clone()
     }
@@ -283,10 +288,18 @@ impl Api for Twin {
         self.known(id).map(drop)
     }
 
-    async fn fork(&self, id: SandboxId, request: ForkSandbox, once: Option<Once>) -> Result<Forked> {
+    async fn fork(
+        &self,
+        id: SandboxId,
+        request: ForkSandbox,
+        labels: BTreeMap<String, String>,
+        once: Option<Once>,
+    ) -> Result<Forked> {
         self.named.lock().unwrap().extend(once);
         self.done(id, format!("fork {request:?}"))?;
-        let child = Sandbox { metadata: request.metadata.unwrap_or_default(), ..sandbox(SandboxId::new()) };
+        let mut metadata = request.metadata.unwrap_or_else(|| sandbox(id).metadata);
+        metadata.extend(labels);
+        let child = Sandbox { metadata, ..sandbox(SandboxId::new()) };
         let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
         Ok(Forked { parent_id: id, sandbox: children[0].clone(), children, timings: Timings::default() })
     }

@@ -12,7 +12,7 @@ from typing import Any, AsyncGenerator, Dict, List, Mapping, Tuple, Type
 
 from .. import _sse, _wire, errors
 from .._http_async import Body, Response, Transport, sleep
-from ..models import SandboxEvent, items
+from ..models import SandboxEvent, Template, items
 from .stream import AsyncStream
 
 
@@ -62,6 +62,29 @@ class AsyncClient:
         """Version and engine of the node."""
         answer = await self.call("GET", "/version")
         return dict(answer) if isinstance(answer, Mapping) else {}
+
+    async def templates(self) -> List[Template]:
+        """What sandboxes can be made of."""
+        return [Template.parse(one) for one in items(await self.call("GET", "/templates"), "items")]
+
+    async def build_template(
+        self, name: str, *, rebake: bool = False, force: bool = False, timeout_seconds: float | None = None
+    ) -> Template:
+        """Builds a template, or joins the build that runs, and waits for its end: minutes where packages have
+        to be fetched, nothing where it is current. ``rebake``: the one boot again although nothing changed.
+        ``force``: newer packages too. After ``timeout_seconds`` it raises :class:`TimeoutError_`, and the
+        build goes on."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        request = {"name": name, "rebake": rebake, "force": force}
+        build = await self.call("POST", "/templates/build", json=request)
+        while not build["ended_at"]:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise errors.TimeoutError_(f"template {name} is not built after {timeout_seconds} s")
+            await sleep(0.5)
+            build = await self.call("GET", f"/templates/builds/{_wire.segment(build['id'])}")
+        if build["status"] != "done":
+            raise errors.ServerError(f"template {name} could not be built: {build['error']}")
+        return Template.parse(await self.call("GET", f"/templates/{_wire.segment(name)}"))
 
     async def events(
         self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None

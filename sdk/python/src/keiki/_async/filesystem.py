@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any, AsyncGenerator, BinaryIO, Mapping, Union
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, AsyncGenerator, BinaryIO, Mapping, Union, cast
 
-from .._wire import present, segment
-from ..errors import NotFoundError
-from ..models import FileEntry, items
-from .client import AsyncClient
+from .._archive import Packed, unpack
+from .._http_async import aside
+from .._wire import decode, present, segment
+from ..errors import NotFoundError, ServerError
+from ..models import FileEntry, FileEvent, Unpacked, items, text
+from .client import AsyncClient, sse
 from .stream import AsyncStream
 
 Mode = Union[int, str]
@@ -20,6 +25,7 @@ class AsyncFilesystem:
     def __init__(self, client: AsyncClient, sandbox_id: str) -> None:
         self._client = client
         self._base = f"/sandboxes/{segment(sandbox_id)}/fs"
+        self._archive = f"/sandboxes/{segment(sandbox_id)}/archive"
 
     async def read(self, path: str) -> bytes:
         """Contents of a file."""
@@ -31,16 +37,7 @@ class AsyncFilesystem:
 
     def read_stream(self, path: str) -> AsyncStream[bytes]:
         """Contents of a file of any size, as they arrive. Raises if the file is cut off on its way."""
-        return AsyncStream(self._chunks(path))
-
-    async def _chunks(self, path: str) -> AsyncGenerator[bytes, None]:
-        client = self._client
-        headers = {"Accept": "application/octet-stream"}
-        async with await client.open(
-            "GET", self._base, query={"path": path}, headers=headers, timeout=client.timeout
-        ) as response:
-            async for chunk in response.chunks():
-                yield chunk
+        return AsyncStream(self._chunks(self._base, path, "application/octet-stream"))
 
     async def write(self, path: str, data: bytes | str | BinaryIO, *, mode: Mode | None = None) -> int:
         """Writes a whole file and returns its size; missing parents are made.
@@ -90,6 +87,75 @@ class AsyncFilesystem:
     async def symlink(self, target: str, path: str) -> None:
         """Makes ``path`` a symlink to ``target``."""
         await self._change("symlink", path=path, target=target)
+
+    # Trees
+
+    async def upload(self, local: str | os.PathLike[str], path: str, *, owners: bool = False) -> Unpacked:
+        """Makes ``path`` a copy of a file or directory of this machine, sent while it is read: modes, times,
+        links. Directories are joined, files of the same name replaced. ``owners``: take them over by their
+        numbers; else all is root's. Sockets, pipes and devices are left out. ``local`` itself may be a
+        symlink to what is meant."""
+        source = Path(local).resolve(strict=True)
+        if source.is_dir():
+            await self.mkdir(path, parents=True)
+            return await self.write_archive(
+                path, cast(BinaryIO, Packed(source)), owners=owners, strip_top=True
+            )
+        parent, _, name = path.rstrip("/").rpartition("/")
+        await self.mkdir(parent or "/", parents=True)
+        return await self.write_archive(parent or "/", cast(BinaryIO, Packed(source, name)), owners=owners)
+
+    async def download(self, path: str, local: str | os.PathLike[str]) -> None:
+        """Makes ``local``, which must not exist, a copy of a file or directory of the sandbox. It appears
+        when it is whole. Modes of files stay but for set-user-ID and who else may write; symlinks keep their
+        targets, which may be anywhere on this machine: mind what follows them."""
+        with tempfile.TemporaryFile() as archive:
+            async for chunk in self.read_archive(path):
+                archive.write(chunk)
+            archive.seek(0)
+            await aside(unpack, archive, Path(local))
+
+    def read_archive(self, path: str) -> AsyncStream[bytes]:
+        """A file or directory as a tar stream, its last name on top. Raises if it is cut off on its way."""
+        return AsyncStream(self._chunks(self._archive, path, "application/x-tar"))
+
+    async def write_archive(
+        self, path: str, data: bytes | BinaryIO, *, owners: bool = False, strip_top: bool = False
+    ) -> Unpacked:
+        """Unpacks a tar stream into the directory ``path``: a binary file object is streamed. An archive that
+        leads out of it, holds devices or does not fit is refused, and nothing of it is left.
+        ``strip_top``: the archive's top directory becomes ``path`` itself. ``owners``: as for ``upload``."""
+        flags = {"owners": owners, "strip_top": strip_top}
+        query = {"path": path, **{name: "true" for name, given in flags.items() if given}}
+        headers = {"Content-Type": "application/x-tar"}
+        return Unpacked.parse(
+            await self._client.send("PUT", self._archive, data, query=query, headers=headers)
+        )
+
+    def watch(self, path: str, *, recursive: bool = False) -> AsyncStream[FileEvent]:
+        """What changes at or in ``path``, with ``recursive`` also below. The first event is ``ready``: what
+        happens from then on is told. Ends when what is watched is gone. A connection that breaks raises: what
+        happened meanwhile is not known to anybody."""
+        return AsyncStream(self._changes(present({"path": path, "recursive": "true" if recursive else None})))
+
+    async def _changes(self, query: Mapping[str, str]) -> AsyncGenerator[FileEvent, None]:
+        headers = {"Accept": "text/event-stream"}
+        async with await self._client.open(
+            "GET", self._base + "/watch", query=query, headers=headers
+        ) as response:
+            async for event in sse(response):
+                data = decode(event.data.encode(), response.status, response.request_id)
+                if event.name == "error":
+                    raise ServerError(text(data, "error"), request_id=response.request_id)
+                yield FileEvent.parse(data)
+
+    async def _chunks(self, where: str, path: str, kind: str) -> AsyncGenerator[bytes, None]:
+        client = self._client
+        async with await client.open(
+            "GET", where, query={"path": path}, headers={"Accept": kind}, timeout=client.timeout
+        ) as response:
+            async for chunk in response.chunks():
+                yield chunk
 
     async def _change(self, verb: str, **change: Any) -> None:
         await self._client.call("POST", f"{self._base}/{verb}", json=present(change))

@@ -17,12 +17,16 @@ from ..models import (
     ExecResult,
     Lifecycle,
     MemoryUse,
+    Port,
+    Preview,
     SandboxEvent,
+    Secret,
     Timings,
     items,
     labels,
     number,
     optional_text,
+    secrets_wire,
     text,
 )
 from .client import AsyncClient, default_async_client, sse
@@ -87,6 +91,7 @@ class AsyncSandbox:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         client: AsyncClient | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
@@ -95,7 +100,9 @@ class AsyncSandbox:
         ``ttl_seconds``: idle seconds it may live (default: the node's, 3600). ``persistent``: hibernate
         then, instead of ending. Waits while the node says that it has no capacity yet, and asks again where
         the connection broke, see :class:`AsyncClient`. ``idempotency_key``: a name of this request; whoever
-        sends it again, also from another process, gets the same sandbox.
+        sends it again, also from another process, gets the same sandbox. ``secrets``: files of
+        ``/run/keiki/secrets`` by their names; with ``from_snapshot`` further ones, and the values of those
+        whose fate is ``replace``.
         """
         client = client or default_async_client()
         request: Dict[str, Any] = {
@@ -104,15 +111,18 @@ class AsyncSandbox:
             "ttl_seconds": ttl_seconds,
             "persistent": True if persistent else None,
             "metadata": dict(metadata) if metadata else None,
+            "secrets": secrets_wire(secrets),
         }
         made = await client.make("/sandboxes", present(request), idempotency_key=idempotency_key)
         return cls(made, client)
 
     @classmethod
-    async def list(cls, *, client: AsyncClient | None = None) -> builtins.list[AsyncSandbox]:
-        """All sandboxes, newest first."""
+    async def list(
+        cls, *, memory: bool = False, client: AsyncClient | None = None
+    ) -> builtins.list[AsyncSandbox]:
+        """All sandboxes, newest first. ``memory``: with what each takes, which costs the node some time."""
         client = client or default_async_client()
-        answer = await client.call("GET", "/sandboxes")
+        answer = await client.call("GET", "/sandboxes", query={"memory": "true"} if memory else None)
         return [cls(data, client) for data in items(answer, "items")]
 
     @classmethod
@@ -274,6 +284,7 @@ class AsyncSandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox: ...
 
@@ -284,6 +295,7 @@ class AsyncSandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> builtins.list[AsyncSandbox]: ...
 
@@ -293,17 +305,20 @@ class AsyncSandbox:
         *,
         metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox | builtins.list[AsyncSandbox]:
         """Branches new sandboxes off this running one, memory and disk copy-on-write; this one goes on.
 
         Without ``count`` one sandbox, with it a list, all of the same instant: either all or none are
-        made. Labels and TTL are inherited unless given.
+        made. Labels and TTL are inherited unless given. ``secrets``: further ones of the children, and the
+        values of those whose fate is ``replace``.
         """
         request = {
             "count": count,
             "metadata": None if metadata is None else dict(metadata),
             "ttl_seconds": ttl_seconds,
+            "secrets": secrets_wire(secrets),
         }
         path = self._path + "/fork"
         answer = await self._client.make(path, present(request) or None, idempotency_key=idempotency_key)
@@ -352,6 +367,19 @@ class AsyncSandbox:
     async def lifecycle(self) -> Lifecycle:
         """TTL, persistence and idle time of now."""
         return Lifecycle.parse(await self._client.call("GET", self._path + "/lifecycle"))
+
+    # Looking in
+
+    async def ports(self) -> builtins.list[Port]:
+        """TCP ports that something in it listens on."""
+        answer = await self._client.call("GET", self._path + "/ports")
+        return [Port.parse(port) for port in items(answer, "items")]
+
+    async def preview(self, port: int, *, ttl_seconds: int | None = None) -> Preview:
+        """A link to a port, for a browser, good for ``ttl_seconds`` (default 3600, at most a week). Nothing
+        has to listen there yet; using it wakes a hibernated sandbox."""
+        request = present({"port": port, "ttl_seconds": ttl_seconds})
+        return Preview.parse(await self._client.call("POST", self._path + "/previews", json=request))
 
     async def logs(self) -> str:
         """What the machine wrote to its console, the last part of it."""

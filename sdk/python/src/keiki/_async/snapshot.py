@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import builtins
-from typing import TYPE_CHECKING, Any, Dict, Mapping
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 
 from .._wire import segment
-from ..models import Timings, items, labels, number, optional_text, text
+from ..models import Secret, Timings, items, labels, number, optional_text, text
 from .client import AsyncClient, default_async_client
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ class AsyncSnapshot:
         self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
         self.engine: str = text(data, "engine")
         self.metadata: Dict[str, str] = labels(data)
+        #: Seconds since it was taken, when the node was asked.
+        self.age_seconds: int = number(data, "age_seconds")
+        #: Release of the kernel in it; empty where it was not recorded.
+        self.kernel: str = text(data, "kernel")
+        #: Why it should be made anew: ``template_rebuilt``, ``old``, ``refused`` (restored no more).
+        self.stale: List[str] = [str(why) for why in data.get("stale") or []]
         #: Of the freeze; only on the object that :meth:`AsyncSandbox.snapshot` returned.
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
@@ -56,9 +62,14 @@ class AsyncSnapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays."""
+        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+
+        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
+        ``on_restore`` says, by default not there.
+        """
         from .sandbox import AsyncSandbox
 
         return await AsyncSandbox.create(
@@ -66,6 +77,7 @@ class AsyncSnapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             client=self._client,
             idempotency_key=idempotency_key,
         )
@@ -76,6 +88,7 @@ class AsyncSnapshot:
         ttl_seconds: int | None = None,
         persistent: bool = False,
         metadata: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
@@ -83,6 +96,7 @@ class AsyncSnapshot:
             ttl_seconds=ttl_seconds,
             persistent=persistent,
             metadata=metadata,
+            secrets=secrets,
             idempotency_key=idempotency_key,
         )
 

@@ -1,0 +1,215 @@
+//! What a machine touches first, read ahead.
+//!
+//! The first machine that is thawed from stored files is looked at when it has run for a moment: which pages of the memory
+//! file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
+//! into its page cache, and waits for nothing. A machine on a host that has not read the file yet would wait for each
+//! (RFD 010). It is a hint: without it, or with a wrong one, all is right and only slower.
+//!
+//! ```text
+//!   0          8        12       44
+//!   KEIKIWS\n  version  BLAKE3   body: first page and number of pages, in order
+//!              u32      of body  u32, u32, ...  (numbers little-endian)
+//! ```
+//!
+//! A guest chooses what it touches, so the file is believed no more than others: it is read up to a limit, checked, and names
+//! parts of one file, which its own machines map anyway.
+
+use crate::{
+    EngineError, Result,
+    process::{blocking, remove_file},
+};
+use keiki_sys::pages::{PAGE, present_pages};
+use rustix::fs::{Advice, fadvise};
+use std::{
+    fs::{self, File},
+    io::Read,
+    num::NonZeroU64,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Beside the memory file.
+const NAME: &str = "vm.pages";
+const MAGIC: [u8; 8] = *b"KEIKIWS\n";
+const VERSION: u32 = 1;
+const HEADER: usize = 44;
+/// Most ranges that are written or read.
+const RANGES: usize = 64 << 10;
+/// Most pages in them: a guest that touches everything has no working set.
+const PAGES: u64 = 128 << 10;
+/// How long a first run is looked at: until the machine is released and its user has begun.
+const FIRST_RUN: Duration = Duration::from_secs(2);
+
+/// First page of a memory file, and number of pages.
+type Range = (u32, u32);
+
+/// Has the kernel read what a first run of these files touched, if that is known.
+pub(super) fn read_ahead(dir: &Path, memory: &File) {
+    let read = || -> std::io::Result<Option<usize>> {
+        let file = match File::open(dir.join(NAME)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let mut bytes = Vec::new();
+        file.take((HEADER + RANGES * 8 + 1) as u64).read_to_end(&mut bytes)?;
+        let ranges = parse(&bytes, memory.metadata()?.len()).map_err(std::io::Error::other)?;
+        for (first, count) in &ranges {
+            let len = NonZeroU64::new(u64::from(*count) * PAGE);
+            fadvise(memory, u64::from(*first) * PAGE, len, Advice::WillNeed)?;
+        }
+        Ok(Some(ranges.len()))
+    };
+    match read() {
+        Ok(Some(ranges)) => tracing::debug!(dir = %dir.display(), ranges, "read ahead"),
+        Ok(None) => {}
+        Err(error) => {
+            tracing::debug!(dir = %dir.display(), %error, "nothing is read ahead");
+            // The next first run is recorded anew.
+            let _ = remove_file(&dir.join(NAME));
+        }
+    }
+}
+
+/// Looks at a machine that was thawed from these files when it has run for a moment, unless one was looked at before.
+pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) {
+    let (path, inode) = (dir.join(NAME), memory.metadata().map(|meta| meta.ino()));
+    let Ok(inode) = inode else { return };
+    tokio::spawn(async move {
+        if path.exists() {
+            return;
+        }
+        tokio::time::sleep(FIRST_RUN).await;
+        let at = path.clone();
+        if let Err(error) = blocking(move || record(&at, inode, pid)).await {
+            // The machine has ended, or its files are gone: the next one is looked at.
+            tracing::debug!(path = %path.display(), %error, "no working set");
+        }
+    });
+}
+
+fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
+    let ranges = touched(inode, pid)?;
+    if ranges.is_empty() {
+        return Ok(());
+    }
+    let new = path.with_extension(format!("pages.{pid}"));
+    let written = fs::write(&new, bytes(&ranges)).and_then(|()| fs::rename(&new, path));
+    if written.is_err() {
+        remove_file(&new)?;
+    }
+    written.map_err(EngineError::at("write", path))
+}
+
+/// The pages of a file that a process has.
+fn touched(inode: u64, pid: u32) -> Result<Vec<Range>> {
+    let proc = PathBuf::from(format!("/proc/{pid}"));
+    let (maps, pagemap) = (proc.join("maps"), proc.join("pagemap"));
+    let text = fs::read_to_string(&maps).map_err(EngineError::at("read", &maps))?;
+    let pages = File::open(&pagemap).map_err(EngineError::at("open", &pagemap))?;
+    let mut found = Vec::new();
+    for (start, end, offset) in text.lines().filter_map(|line| mapping(line, inode)) {
+        let here = present_pages(&pages, start..end).map_err(EngineError::at("read", &pagemap))?;
+        let page = |address: u64| u32::try_from((address - start + offset) / PAGE).unwrap_or(u32::MAX);
+        found.extend(here.iter().map(|range| (page(range.start), page(range.end) - page(range.start))));
+    }
+    found.sort_unstable();
+    let mut room = PAGES;
+    found.truncate(RANGES);
+    found.retain(|(_, count)| {
+        let fits = u64::from(*count) <= room;
+        room -= if fits { u64::from(*count) } else { 0 };
+        fits
+    });
+    Ok(found)
+}
+
+/// Beginning, end and offset of a private mapping of this file.
+fn mapping(line: &str, inode: u64) -> Option<(u64, u64, u64)> {
+    let mut words = line.split_ascii_whitespace();
+    let (range, access, offset, _, file) =
+        (words.next()?, words.next()?, words.next()?, words.next()?, words.next()?);
+    let (start, end) = range.split_once('-')?;
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    (access == "rw-p" && file.parse::<u64>() == Ok(inode)).then_some((
+        number(start)?,
+        number(end)?,
+        number(offset)?,
+    ))
+}
+
+fn bytes(ranges: &[Range]) -> Vec<u8> {
+    let body: Vec<u8> = ranges
+        .iter()
+        .flat_map(|(first, count)| [first.to_le_bytes(), count.to_le_bytes()].concat())
+        .collect();
+    [&MAGIC[..], &VERSION.to_le_bytes(), blake3::hash(&body).as_bytes(), &body].concat()
+}
+
+/// The reverse of [`bytes`], for a memory file of this size. Any bytes may come.
+fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Range>, &'static str> {
+    let (header, body) = bytes.split_at_checked(HEADER).ok_or("it is cut short")?;
+    let (magic, rest) = header.split_at(MAGIC.len());
+    let (version, sum) = rest.split_at(4);
+    let (pairs, left) = body.as_chunks::<8>();
+    match () {
+        () if magic != MAGIC => return Err("it does not begin as one"),
+        () if version != VERSION.to_le_bytes() => return Err("it has another version"),
+        () if pairs.len() > RANGES || !left.is_empty() => return Err("it is too long or cut short"),
+        () if blake3::hash(body).as_bytes().as_slice() != sum => return Err("its checksum differs"),
+        () => {}
+    }
+    let ranges: Vec<Range> = pairs
+        .iter()
+        .map(|[a, b, c, d, e, f, g, h]| {
+            (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]))
+        })
+        .collect();
+    let mut end = 0;
+    for (first, count) in &ranges {
+        if u64::from(*first) < end || *count == 0 {
+            return Err("its ranges are not in order");
+        }
+        end = u64::from(*first) + u64::from(*count);
+    }
+    if end * PAGE > size { Err("it names pages behind the end of memory") } else { Ok(ranges) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{HEADER, PAGE, RANGES, bytes, mapping, parse};
+
+    const SIZE: u64 = 100 * PAGE;
+
+    #[test]
+    fn what_is_written_is_read_and_nothing_else_is() {
+        let ranges = vec![(0, 1), (5, 3), (8, 92)];
+        let good = bytes(&ranges);
+        assert_eq!(parse(&good, SIZE), Ok(ranges));
+        assert_eq!(parse(&bytes(&[]), SIZE), Ok(Vec::new()));
+        assert!(parse(&good, SIZE - 1).is_err_and(|why| why.contains("behind the end")));
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x10;
+            assert!(parse(&bad, SIZE).is_err(), "byte {at}");
+            assert!(parse(&good[..at], SIZE).is_err(), "cut at {at}");
+        }
+        // With a checksum that is right.
+        for wrong in [vec![(5, 3), (0, 1)], vec![(5, 3), (7, 1)], vec![(5, 0)], vec![(u32::MAX, u32::MAX)]] {
+            assert!(parse(&bytes(&wrong), SIZE).is_err(), "{wrong:?}");
+        }
+        let many: Vec<_> = (0..=u32::try_from(RANGES).unwrap_or(0)).map(|page| (2 * page, 1)).collect();
+        assert_eq!(bytes(&many).len(), HEADER + (RANGES + 1) * 8);
+        assert_eq!(parse(&bytes(&many), u64::MAX), Err("it is too long or cut short"));
+    }
+
+    #[test]
+    fn guest_memory_is_found_among_mappings() {
+        let line = "7f0000000000-7f0000400000 rw-p 00200000 fe:00 1234   /store/vm.mem (deleted)";
+        assert_eq!(mapping(line, 1234), Some((0x7f00_0000_0000, 0x7f00_0040_0000, 0x20_0000)));
+        assert_eq!(mapping(line, 1235), None);
+        assert_eq!(mapping(&line.replace("rw-p", "rw-s"), 1234), None);
+        assert_eq!(mapping("7f0000000000-7f0000400000 rw-p 00000000 00:00 0", 1234), None);
+    }
+}

@@ -1,0 +1,35 @@
+//! Secrets of the node's own: each in a file that only it reads, made when it is first needed.
+
+use anyhow::Context;
+use rand::RngCore;
+use std::{
+    fs,
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+};
+
+/// Bytes that nobody outside knows.
+pub type Secret = [u8; 32];
+
+/// The secret in a file, which is made if it is not there.
+///
+/// # Errors
+/// If it can be neither read nor made, or is damaged.
+pub fn secret(path: &Path) -> anyhow::Result<Secret> {
+    match fs::read(path) {
+        Ok(bytes) => bytes.try_into().ok().context("it is damaged: remove it, and what it was for ends"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mut secret = Secret::default();
+            rand::rng().fill_bytes(&mut secret);
+            let new = path.with_extension("new");
+            let mut options = fs::OpenOptions::new();
+            let mut file = options.create(true).truncate(true).write(true).mode(0o600).open(&new)?;
+            file.write_all(&secret)?;
+            file.sync_all()?;
+            fs::rename(&new, path)?;
+            Ok(secret)
+        }
+        Err(error) => Err(error.into()),
+    }
+}

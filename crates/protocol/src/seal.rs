@@ -1,0 +1,169 @@
+//! Secrets on their way through the channel.
+//!
+//! What crosses the channel stays in the guest's memory long after it was read: in the buffers of its console, in rings, in
+//! what the agent freed. A snapshot would have it all. So secrets cross it sealed, to a key that the receiver makes
+//! for one message and forgets with it (HPKE, RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; base mode). In the clear they
+//! are only in [`Plain`] and in the one buffer that is sealed or opened, which are zeroes when they are dropped.
+
+use crate::guest::{SealedSecrets, Secret};
+use hpke::{
+    Deserializable, Kem, OpModeR, OpModeS, Serializable, aead::ChaCha20Poly1305, kdf::HkdfSha256,
+    kem::X25519HkdfSha256, single_shot_open, single_shot_seal,
+};
+use zeroize::Zeroizing;
+
+type Suite = X25519HkdfSha256;
+
+/// What a seal is for.
+const INFO: &[u8] = b"keiki secrets 3";
+/// An encapsulated key, which the sealed values begin with.
+const ENCAPSULATED: usize = 32;
+
+/// A secret in the clear.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Plain {
+    /// Its name.
+    pub name: String,
+    /// Who may read it.
+    pub owner: String,
+    /// Its value.
+    pub value: Zeroizing<Vec<u8>>,
+}
+
+/// Without the value.
+impl std::fmt::Debug for Plain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plain").field("name", &self.name).field("owner", &self.owner).finish_non_exhaustive()
+    }
+}
+
+/// Why something is not sealed or opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SealError {
+    /// Not a key.
+    #[error("the key that secrets are to be sealed to is none")]
+    Key,
+    /// Sealed to another key, damaged, or not of the sizes it names.
+    #[error("the secrets were not sealed to this key")]
+    Sealed,
+}
+
+/// What opens one message.
+pub struct Key(Box<<Suite as Kem>::PrivateKey>);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+impl Key {
+    /// A new one, and what is told to who seals.
+    #[must_use]
+    pub fn new() -> (Self, Vec<u8>) {
+        let (private, public) = Suite::gen_keypair();
+        (Self(Box::new(private)), public.to_bytes().to_vec())
+    }
+
+    /// Opens what was sealed to it.
+    ///
+    /// # Errors
+    /// If it was not.
+    pub fn open(self, sealed: &SealedSecrets) -> Result<Vec<Plain>, SealError> {
+        if sealed.secrets.is_empty() {
+            return Ok(vec![]);
+        }
+        let (encapsulated, values) = sealed.values.split_at_checked(ENCAPSULATED).ok_or(SealError::Sealed)?;
+        let encapsulated =
+            <Suite as Kem>::EncappedKey::from_bytes(encapsulated).map_err(|_| SealError::Sealed)?;
+        let opened = single_shot_open::<ChaCha20Poly1305, HkdfSha256, Suite>(
+            &OpModeR::Base,
+            &self.0,
+            &encapsulated,
+            INFO,
+            values,
+            &[],
+        );
+        let values = Zeroizing::new(opened.map_err(|_| SealError::Sealed)?);
+        let mut rest: &[u8] = &values;
+        let mut all = Vec::with_capacity(sealed.secrets.len());
+        for Secret { name, owner, size } in &sealed.secrets {
+            let (value, after) = rest.split_at_checked(*size as usize).ok_or(SealError::Sealed)?;
+            rest = after;
+            // Of its size at once: what grows leaves a copy behind.
+            all.push(Plain {
+                name: name.clone(),
+                owner: owner.clone(),
+                value: Zeroizing::new(value.to_vec()),
+            });
+        }
+        if rest.is_empty() { Ok(all) } else { Err(SealError::Sealed) }
+    }
+}
+
+/// Seals secrets to a key.
+///
+/// # Errors
+/// If it is no key.
+pub fn seal(public: &[u8], secrets: &[Plain]) -> Result<SealedSecrets, SealError> {
+    if secrets.is_empty() {
+        return Ok(SealedSecrets::default());
+    }
+    let public = <Suite as Kem>::PublicKey::from_bytes(public).map_err(|_| SealError::Key)?;
+    let mut values =
+        Zeroizing::new(Vec::with_capacity(secrets.iter().map(|secret| secret.value.len()).sum()));
+    let mut named = Vec::with_capacity(secrets.len());
+    for Plain { name, owner, value } in secrets {
+        let size = u32::try_from(value.len()).map_err(|_| SealError::Sealed)?;
+        named.push(Secret { name: name.clone(), owner: owner.clone(), size });
+        values.extend_from_slice(value);
+    }
+    let (encapsulated, sealed) =
+        single_shot_seal::<ChaCha20Poly1305, HkdfSha256, Suite>(&OpModeS::Base, &public, INFO, &values, &[])
+            .map_err(|_| SealError::Key)?;
+    let values = [encapsulated.to_bytes().as_slice(), &sealed].concat();
+    Ok(SealedSecrets { secrets: named, values: values.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Key, Plain, SealError, seal};
+    use crate::guest::SealedSecrets;
+    use zeroize::Zeroizing;
+
+    fn plain(name: &str, value: &str) -> Plain {
+        Plain { name: name.into(), owner: "1".into(), value: Zeroizing::new(value.into()) }
+    }
+
+    #[test]
+    fn only_its_key_opens_a_message_and_only_as_a_whole() {
+        let secrets = [plain("a", "hush"), plain("empty", ""), plain("b", "quite loud")];
+        let (key, public) = Key::new();
+        let sealed = seal(&public, &secrets).unwrap();
+        assert!(!sealed.values.windows(4).any(|four| four == b"hush"));
+        assert_eq!(key.open(&sealed).unwrap(), secrets);
+        assert_eq!(Key::new().0.open(&sealed), Err(SealError::Sealed));
+        for change in [
+            (|sealed| sealed.secrets[0].size += 1) as fn(&mut SealedSecrets),
+            |sealed| sealed.secrets[2].size -= 1,
+            |sealed| drop(sealed.secrets.pop()),
+            |sealed| sealed.values.truncate(40),
+            |sealed| sealed.values.truncate(3),
+            |sealed| sealed.values = sealed.values.iter().map(|byte| byte ^ 1).collect(),
+        ] {
+            let (key, public) = Key::new();
+            let mut sealed = seal(&public, &secrets).unwrap();
+            change(&mut sealed);
+            assert_eq!(key.open(&sealed), Err(SealError::Sealed), "{sealed:?}");
+        }
+    }
+
+    #[test]
+    fn none_need_no_key_and_no_key_seals_none() {
+        assert_eq!(seal(b"", &[]), Ok(SealedSecrets::default()));
+        assert_eq!(Key::new().0.open(&SealedSecrets::default()), Ok(vec![]));
+        for bad in [&b"short"[..], &[0; 32], &[0; 33]] {
+            assert_eq!(seal(bad, &[plain("a", "b")]), Err(SealError::Key), "{bad:?}");
+        }
+    }
+}

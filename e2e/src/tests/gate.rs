@@ -1,0 +1,257 @@
+//! Each step of the release gate is broken, as a guest can break it. Whatever the step: the copy is destroyed, its maker
+//! is told why, the original goes on, and nothing is left.
+
+use crate::{World, node::Node, sandbox::Sandbox, within};
+use anyhow::{Context, Result, bail, ensure};
+use futures::{StreamExt, TryStreamExt, stream};
+use keiki_types::{
+    Status,
+    api::{
+        CreateSandbox, ForkSandbox,
+        secrets::{Fate, Secret},
+    },
+};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// At once: guests are slow, and some of them wait.
+const AT_ONCE: usize = 4;
+
+/// What a step is broken with, and what its maker is told.
+struct Broken {
+    step: &'static str,
+    how: How,
+    told: &'static str,
+}
+
+enum How {
+    /// By what stands where the step wants to write, or what it runs.
+    Shell(&'static str),
+    /// By what the agent's system calls of a number answer. First what is done before.
+    Call { before: &'static str, call: &'static str, answer: &'static str },
+}
+
+/// A guest's root may trace the first process, and need not stand still while that makes the machine another one.
+/// `saboteur.py NUMBER[:FIRST-BYTES-OF-SECOND-ARGUMENT] ANSWER`: an error's number, `hang` or `end`.
+const SABOTEUR: &str = r#"
+import ctypes, errno, os, sys, time
+number, _, argument = sys.argv[1].partition(":")
+number, argument, answer = int(number), int(argument, 0) if argument else None, sys.argv[2]
+open("/sys/fs/cgroup/keiki/cgroup.procs", "w").write("0")
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace.restype, ptrace.argtypes = ctypes.c_long, [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+SYSCALL, PEEK, POKE, SEIZE, INTERRUPT = 24, 3, 6, 0x4206, 0x4207
+AX, SI, DI, CALL = 10 * 8, 13 * 8, 14 * 8, 15 * 8
+def do(request, address=0, data=0):
+    ctypes.set_errno(0)
+    got = ptrace(request, 1, address, data)
+    if ctypes.get_errno(): raise OSError(ctypes.get_errno(), "ptrace")
+    return got & (1 << 64) - 1
+do(SEIZE, 0, 1)
+do(INTERRUPT)
+os.waitpid(1, 0x40000000)
+open("/dev/shm/seized", "w").close()
+inside = broken = False
+signal = 0
+while True:
+    do(SYSCALL, 0, signal)
+    _, status = os.waitpid(1, 0x40000000)
+    signal = status >> 8 & 0xff
+    if status >> 16: signal = 0; continue
+    if signal != 5 | 0x80: continue
+    signal, inside = 0, not inside
+    if inside and do(PEEK, CALL) == number and argument in (None, do(PEEK, SI)):
+        if answer == "hang": time.sleep(1e6)
+        broken = True
+        do(POKE, CALL, 231 if answer == "end" else (1 << 64) - 1)
+    elif broken and not inside:
+        broken = False
+        do(POKE, AX, (1 << 64) - int(answer))
+"#;
+
+const CASES: [Broken; 14] = [
+    // ioctl RNDADDENTROPY, and RNDRESEEDCRNG
+    call("entropy", "", "16:0x40085203", "1", "cannot set entropy: Operation not permitted"),
+    call("entropy", "", "16:0x5207", "1", "cannot set entropy: Operation not permitted"),
+    call("clock", "", "227", "1", "cannot set clock: Operation not permitted"),
+    call("hostname", "", "170", "1", "cannot set hostname: Operation not permitted"),
+    shell(
+        "machine_id",
+        "cd /run/keiki && mount --bind machine-id machine-id && mount -o remount,ro,bind machine-id",
+        "cannot set machine_id: Read-only file system",
+    ),
+    shell(
+        "seeds",
+        "mkdir -p /var/lib/systemd && cd /var/lib/systemd && echo x >random-seed && \
+         mount --bind random-seed random-seed && mount -o remount,ro,bind random-seed",
+        "cannot set seeds: Read-only file system",
+    ),
+    shell(
+        "host_keys",
+        "mkdir -p /etc/ssh && echo x >/etc/ssh/ssh_host_ed25519_key && printf '#!/bin/sh\\nexit 3\\n' >/usr/bin/ssh-keygen && \
+         chmod +x /usr/bin/ssh-keygen",
+        "cannot set host_keys: ",
+    ),
+    // pidfd_getfd, of a connection with the slot's name server
+    call(
+        "connections",
+        "cat >/root/far.py <<X\nimport socket, time\ns = socket.create_connection((\"172.31.255.1\", 53))\n\
+         open(\"/dev/shm/far\", \"w\").close()\ntime.sleep(1000)\nX\n\
+         setsid python3 /root/far.py </dev/null >/dev/null 2>&1 & \
+         for i in $(seq 100); do [ -e /dev/shm/far ] && exit 0; sleep 0.1; done; exit 1",
+        "438",
+        "1",
+        "cannot set connections: Operation not permitted",
+    ),
+    shell("secrets", "echo >/run/keiki/secrets", "cannot set secrets: Not a directory"),
+    shell(
+        "generation",
+        "rm /run/keiki/generation && mkdir /run/keiki/generation",
+        "cannot set generation: Is a directory",
+    ),
+    shell(
+        "hooks",
+        "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/bin/sh\necho no >&2; exit 3\n' >10 && chmod +x 10",
+        "cannot set hooks: hook 10 ended with 3: no",
+    ),
+    shell(
+        "hooks",
+        "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/no/such/shell\n' >10 && chmod +x 10",
+        "cannot set hooks: hook 10: No such file or directory",
+    ),
+    shell(
+        "hooks",
+        "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/bin/sh\nsleep 1000\n' >10 && chmod +x 10",
+        "cannot set hooks: hook 10: /etc/keiki/thaw.d/10 did not end within 10 s",
+    ),
+    // The agent ends before it acknowledges, and with it the kernel.
+    call("acknowledgement", "", "227", "end", "the guest did not take on its new identity"),
+];
+
+const fn shell(step: &'static str, line: &'static str, told: &'static str) -> Broken {
+    Broken { step, how: How::Shell(line), told }
+}
+
+const fn call(
+    step: &'static str,
+    before: &'static str,
+    call: &'static str,
+    answer: &'static str,
+    told: &'static str,
+) -> Broken {
+    Broken { step, how: How::Call { before, call, answer }, told }
+}
+
+pub async fn a_copy_that_fails_a_step_is_destroyed_and_its_maker_told(world: Arc<World>) -> Result<()> {
+    let client = &world.node.client;
+    let before = settled(&world.node, 0).await?;
+    let mut cases: Vec<Broken> = CASES.into();
+    // An agent that never answers is given up after 20 s; the node's own tests do not wait as long.
+    let hangs = call("acknowledgement", "", "227", "hang", "no answer within 20000 ms");
+    if std::env::var_os("KEIKI_E2E_LONG").is_some() {
+        cases.push(hangs);
+    }
+    let parents: Vec<Sandbox> = stream::iter(cases)
+        .map(|case| async move {
+            let parent = Sandbox::create(client).await?;
+            refused(&parent, &case).await.with_context(|| format!("{} {}", case.step, case.told))?;
+            anyhow::Ok(parent)
+        })
+        .buffer_unordered(AT_ONCE)
+        .try_collect()
+        .await?;
+    ensure!(client.list(false).await?.len() == parents.len(), "a copy that was refused is still there");
+    ensure!(settled(&world.node, parents.len()).await? == before, "something is left of what was refused");
+    Ok(())
+}
+
+async fn refused(parent: &Sandbox, case: &Broken) -> Result<()> {
+    match case.how {
+        How::Shell(line) => drop(parent.sh(line).await?),
+        How::Call { before, call, answer } => {
+            if !before.is_empty() {
+                parent.sh(before).await?;
+            }
+            parent.client.write_bytes(parent.id, "/root/saboteur.py", None, SABOTEUR).await?;
+            parent.background(&format!("python3 /root/saboteur.py {call} {answer} 2>/dev/shm/why")).await?;
+            let seized = "for i in $(seq 100); do [ -e /dev/shm/seized ] && exit 0; sleep 0.1; done; cat /dev/shm/why; exit 1";
+            parent.sh(seized).await?;
+        }
+    }
+    let told = parent.fork(1).await.err().context("the copy came to be")?;
+    ensure!(format!("{told:#}").contains(case.told), "it was told {told:#}");
+    ensure!(parent.sh("echo fine").await? == "fine", "the original suffered");
+    Ok(())
+}
+
+/// The same gate at a restore, at a wake, and where a copy is given something.
+pub async fn every_way_to_a_copy_has_the_gate(world: Arc<World>) -> Result<()> {
+    let client = &world.node.client;
+    let before = settled(&world.node, 0).await?;
+    let parent = Sandbox::create(client).await?;
+    // No room for what it is given.
+    parent.sh("mkdir /run/keiki/secrets && mount -t tmpfs -o size=8k none /run/keiki/secrets").await?;
+    let secret =
+        Secret { value: "x".repeat(60_000), owner: None, on_fork: None, on_restore: Some(Fate::Drop) };
+    let given = BTreeMap::from([("BIG".to_owned(), secret)]);
+    let forked =
+        client.fork(parent.id, &ForkSandbox { secrets: Some(given), ..ForkSandbox::default() }).await;
+    told(forked, "cannot set secrets: No space left on device")?;
+    parent.sh("umount /run/keiki/secrets && rm /run/keiki/generation && mkdir /run/keiki/generation").await?;
+    let snapshot = parent.snapshot().await?;
+    let restored = client.restore(snapshot.id, CreateSandbox::default()).await;
+    told(restored, "cannot set generation: Is a directory")?;
+    client.hibernate(parent.id).await?;
+    told(client.wake(parent.id).await, "cannot set generation: Is a directory")?;
+    ensure!(parent.view().await?.status == Status::Hibernated, "it is not as it was before the wake");
+    parent.kill().await?;
+    client.delete_snapshot(snapshot.id).await?;
+    ensure!(settled(&world.node, 0).await? == before, "something is left of what was refused");
+    Ok(())
+}
+
+/// What a hook or a watching program can rely on.
+pub async fn generations_grow_along_a_lineage(world: Arc<World>) -> Result<()> {
+    let client = &world.node.client;
+    let parent = Sandbox::create(client).await?;
+    let child = parent.fork_one().await?;
+    let restored = Sandbox::restore(client, &child.snapshot().await?).await?;
+    let mut generations = Vec::new();
+    for copy in [&parent, &child, &restored] {
+        generations.push(copy.view().await?.generation);
+    }
+    client.hibernate(restored.id).await?;
+    client.wake(restored.id).await?;
+    generations.push(restored.view().await?.generation);
+    ensure!(generations.is_sorted_by(|before, after| before < after), "{generations:?}");
+    let inside = restored.sh("cat /run/keiki/generation").await?;
+    ensure!(generations.last().map(ToString::to_string) == Some(inside), "not what the guest knows");
+    Ok(())
+}
+
+fn told<T>(made: keiki_client::Result<T>, words: &str) -> Result<()> {
+    let error = made.err().context("it came to be")?;
+    ensure!(error.status() == Some(500) && error.to_string().contains(words), "it was told {error}");
+    Ok(())
+}
+
+/// What the node has on its host beside so many sandboxes, once that no longer changes: it prepares ahead.
+async fn settled(node: &Node, sandboxes: usize) -> Result<[usize; 3]> {
+    let begun = Instant::now();
+    let (mut last, mut same) = (None, 0);
+    while begun.elapsed() < within(15) {
+        let traces = node.traces()?;
+        let counts = [traces.monitors.len(), traces.namespaces, traces.sandboxes];
+        let beside = counts.map(|count| count.saturating_sub(sandboxes));
+        same = if last == Some(beside) { same + 1 } else { 0 };
+        if same == 5 {
+            return Ok(beside);
+        }
+        last = Some(beside);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    bail!("it never comes to rest: {last:?}")
+}
