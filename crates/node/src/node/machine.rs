@@ -20,8 +20,8 @@ use std::{
     time::Duration,
 };
 
-/// How much of the guest's console a failure shows.
-const CONSOLE_TAIL: usize = 2048;
+/// How much of the guest's console a failure shows, in bytes: a kernel's last words, from what happened to its last line.
+pub(super) const CONSOLE_TAIL: usize = 4096;
 
 /// Where a machine will live: its directories, its network, and a monitor that waits.
 pub(super) struct Place {

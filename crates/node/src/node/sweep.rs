@@ -1,6 +1,6 @@
 //! What happens without being asked for: TTLs run out, machines end by themselves.
 
-use super::Inner;
+use super::{Inner, machine::CONSOLE_TAIL};
 use crate::{
     lifecycle::Sweep,
     sandbox::{CONSOLE_MARK, Claim, Live, Sandbox},
@@ -13,8 +13,6 @@ use std::{
 
 /// How often TTLs are looked at.
 const EVERY: Duration = Duration::from_millis(500);
-/// Console bytes kept in the record of a failed sandbox.
-const CONSOLE_TAIL: usize = 2048;
 
 /// Runs as long as the node.
 pub(super) async fn sweeper(node: Weak<Inner>) {
