@@ -165,8 +165,8 @@ impl Guest for Agent {
     }
 
     async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
-        let order = request.into_inner();
-        let given = self.open(&order.secrets.clone().unwrap_or_default())?;
+        let mut order = request.into_inner();
+        let given = self.open(&order.secrets.take().unwrap_or_default())?;
         let ack = self.identity.become_new(&order, &given).await.map_err(individual_status)?;
         drop(given);
         if order.thaw_user {

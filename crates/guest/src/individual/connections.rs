@@ -8,7 +8,7 @@
 //!
 //! What stays inside lives on: loopback, the machine's own address, unix sockets, pipes, listeners.
 
-use crate::{cgroup, exec::signal_all, sys, tcp_table};
+use crate::{exec::signal_all, sys, tcp_table};
 use rustix::{
     net::{AddressFamily, SocketFlags, SocketType, connect_unspec, socket_with},
     process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open},
@@ -23,11 +23,10 @@ use std::{
 /// More descriptors than a process may have.
 const MAX_FD: i32 = 1 << 20;
 
-/// Resets all TCP connections with peers outside of this machine; returns how many.
-pub fn reset_foreign() -> io::Result<usize> {
-    let processes = cgroup::user_processes();
+/// Resets all TCP connections of these processes with peers outside of this machine; returns how many.
+pub fn reset_foreign(processes: &[i32]) -> io::Result<usize> {
     let mut namespaces = BTreeMap::new();
-    for &pid in &processes {
+    for &pid in processes {
         if let Ok(name) = fs::read_link(format!("/proc/{pid}/ns/net")) {
             namespaces.entry(name).or_insert(pid);
         }
@@ -47,7 +46,7 @@ pub fn reset_foreign() -> io::Result<usize> {
         return Ok(0);
     }
     let mut reset = BTreeSet::new();
-    for pid in processes {
+    for &pid in processes {
         reset_in(pid, &foreign, &mut reset)?;
     }
     Ok(reset.len())
@@ -139,10 +138,9 @@ pub fn forget_neighbours() -> io::Result<()> {
 const CACHES: [(&str, Signal); 2] = [("systemd-resolve", Signal::USR2), ("dnsmasq", Signal::HUP)];
 
 /// Tells programs that cache names to forget them. They do before anything else, once they go on.
-pub fn forget_names() {
-    let processes = cgroup::user_processes();
+pub fn forget_names(processes: &[i32]) {
     for (name, signal) in CACHES {
-        signal_all(&processes_named(&processes, name), signal);
+        signal_all(&processes_named(processes, name), signal);
     }
 }
 

@@ -6,7 +6,7 @@
 //! ready for it at any time.
 
 use super::kept_open;
-use crate::{cgroup, exec::signal_all};
+use crate::exec::signal_all;
 use rustix::process::Signal;
 use std::{
     fs, io,
@@ -29,7 +29,7 @@ pub fn record(generation: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Signals all user processes.
-pub fn tell() {
-    signal_all(&cgroup::user_processes(), Signal::URG);
+/// Signals all user processes, which these are.
+pub fn tell(processes: &[i32]) {
+    signal_all(processes, Signal::URG);
 }

@@ -24,7 +24,7 @@ pub mod secrets;
 
 pub use identity::prepare;
 
-use crate::{reaper::Reaper, sys};
+use crate::{cgroup, reaper::Reaper, sys};
 use keiki_protocol::{
     guest::{Individual, IndividualAck, StepTime},
     seal::Plain,
@@ -154,16 +154,17 @@ impl Identity {
             slow_keys =
                 steps.note("host_keys", begin, identity::host_keys(&self.reaper, &self.slow_keys).await)?;
         }
-        steps.run("connections", || {
-            connections::reset_foreign()?;
+        let processes = steps.run("connections", || {
+            let processes = cgroup::user_processes();
+            connections::reset_foreign(&processes)?;
             connections::forget_neighbours()?;
-            connections::forget_names();
-            Ok(())
+            connections::forget_names(&processes);
+            Ok(processes)
         })?;
         steps.run("secrets", || secrets::renew(given, &order.keep_secrets))?;
         steps.run("generation", || {
             generation::record(order.generation)?;
-            generation::tell();
+            generation::tell(&processes);
             Ok(())
         })?;
         self.generation.store(order.generation, Ordering::Release);

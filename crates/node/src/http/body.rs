@@ -6,26 +6,32 @@ use std::{
     pin::Pin,
     task::{Context, Poll},
 };
-
 use tokio::{sync::watch, time::Instant};
 
-struct Holding<T> {
+/// A body, and what is done whenever it has moved.
+struct Beside<F> {
     body: Body,
-    _held: T,
+    moved: F,
 }
 
-struct Watched {
-    body: Body,
-    moved: watch::Sender<Instant>,
+/// The same body; `held` is dropped with it, when it was sent or given up.
+pub(super) fn holding<T: Send + Unpin + 'static>(body: Body, held: T) -> Body {
+    let moved = move || {
+        let _held = &held;
+    };
+    Body::new(Beside { body, moved })
 }
 
 /// The same body, and when it last moved; it has moved at its end for the last time.
 pub(super) fn watched(body: Body) -> (Body, watch::Receiver<Instant>) {
-    let (moved, seen) = watch::channel(Instant::now());
-    (Body::new(Watched { body, moved }), seen)
+    let (last, seen) = watch::channel(Instant::now());
+    let moved = move || {
+        last.send_replace(Instant::now());
+    };
+    (Body::new(Beside { body, moved }), seen)
 }
 
-impl HttpBody for Watched {
+impl<F: FnMut() + Unpin> HttpBody for Beside<F> {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -35,34 +41,9 @@ impl HttpBody for Watched {
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let polled = Pin::new(&mut self.body).poll_frame(cx);
         if polled.is_ready() {
-            self.moved.send_replace(Instant::now());
+            (self.moved)();
         }
         polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-/// The same body; `held` is dropped with it, when it was sent or given up.
-pub(super) fn holding<T: Send + Unpin + 'static>(body: Body, held: T) -> Body {
-    Body::new(Holding { body, _held: held })
-}
-
-impl<T: Unpin> HttpBody for Holding<T> {
-    type Data = Bytes;
-    type Error = axum::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
     }
 
     fn is_end_stream(&self) -> bool {
