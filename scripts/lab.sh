@@ -25,12 +25,6 @@ native() {
     [ "${speed:-0}" -ge "$NATIVE" ]
 }
 
-# The program that cargo makes of a test or benchmark: built test|bench PACKAGE NAME
-built() {
-    cargo "$1" --locked --profile dev -p "$2" "--$1" "$3" --no-run --message-format json 2>/dev/null |
-        sed -n "s/.*\"name\":\"$3\".*\"executable\":\"\\([^\"]*\\)\".*/\\1/p" | tail -n 1
-}
-
 # in_lab OPTION... -- COMMAND...
 in_lab() {
     cargo xtask lab --limit "$LIMIT" --out "$LAB_OUT" --put "$OUT_DEV:bin" "$@"
@@ -46,7 +40,7 @@ out() {
 run_e2e() {
     local name
     out e2e
-    cargo build --locked -q -p keiki-e2e
+    build_dev -q
     if native; then
         KEIKI_ENGINE=kvm KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e-kvm \
             "$TARGET/debug/keiki-e2e" "$@"
@@ -54,7 +48,7 @@ run_e2e() {
     fi
     # What tests build in there, which has no network.
     for name in own code-interpreter; do
-        cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" "$name" e2e/templates
+        "$TARGET/debug/examples/build" "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" "$name" e2e/templates
     done
     # shellcheck disable=SC2016 # for the shell in there
     in_lab --cache --put "$TARGET/debug/keiki-e2e" --env KEIKI_ENGINE=kvm --env KEIKI_E2E_BIN=/lab/in/bin \
