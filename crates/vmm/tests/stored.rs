@@ -80,13 +80,7 @@ fn the_page_map_of_a_relative_is_refused() {
     let mut machine = place.boot(SILENT);
     machine.counts();
     let (mut zygote, _) = place.freeze(&mut machine);
-    let stored = Stored {
-        memory: place.path("mem"),
-        state: place.path("state"),
-        digest: [0; 32],
-        layers: Vec::new(),
-        shape: Shape { vcpus: 1, memory_mib: 16 },
-    };
+    let stored = place.to_store(&zygote, 16);
     let error = place.try_persist(&mut zygote, &stored, machine.pid()).unwrap_err();
     assert_eq!(error.to_string(), "the page map that was handed over is not this process's own");
     let own = zygote.pid();

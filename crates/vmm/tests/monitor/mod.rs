@@ -327,15 +327,20 @@ impl Place {
         self.new_files(layers, self.with_tops(disks))
     }
 
-    /// Writes a zygote down, over a base or over nothing.
-    pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
-        let stored = Stored {
+    /// Where a zygote of a machine with so many MiB is to be written to.
+    pub fn to_store(&self, zygote: &Monitor, memory_mib: u32) -> Stored {
+        Stored {
             memory: self.path("mem"),
             state: self.path("state"),
             digest: [0; 32],
             layers: zygote.files.as_ref().unwrap().layers.clone(),
-            shape: Shape { vcpus: 1, memory_mib: 16 },
-        };
+            shape: Shape { vcpus: 1, memory_mib },
+        }
+    }
+
+    /// Writes a zygote down, over a base or over nothing.
+    pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
+        let stored = self.to_store(zygote, 16);
         if let Some(base) = base {
             keiki_sys::sparse::copy(base, &stored.memory).unwrap();
         }
