@@ -115,13 +115,15 @@ pub fn place() -> Option<Place> {
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
     std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
+    Some(Place { dir, next: AtomicU32::new(0), cpu: Cpu::Baseline, tap: None, disks: Vec::new() })
 }
 
 /// A directory with the files of machines.
 pub struct Place {
     pub dir: tempfile::TempDir,
     next: AtomicU32,
+    /// What processor the next machine boots with.
+    pub cpu: Cpu,
     /// What the next machine gets as its network.
     pub tap: Option<File>,
     /// Disks besides the root disk: what the bottom layer is, and whether all is only read.
@@ -252,7 +254,7 @@ impl Place {
         let boot = Request::Boot(Boot {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
-            cpu: Cpu::Baseline,
+            cpu: self.cpu,
             devices: Devices {
                 mac: [2, 0, 0, 0, 0, 1],
                 agent_port: "test".into(),
