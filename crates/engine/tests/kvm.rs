@@ -564,6 +564,13 @@ fn is_grouped() -> bool {
     fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").is_ok_and(|there| there.contains("memory"))
 }
 
+/// The control group of a process.
+fn group_of(pid: u32) -> Result<PathBuf> {
+    let group = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    let group = group.trim().strip_prefix("0::/").context("no control group of version 2")?;
+    Ok(PathBuf::from("/sys/fs/cgroup").join(group))
+}
+
 impl Stranger {
     fn new(user: u32, of: u32) -> Result<Self> {
         let mut command = std::process::Command::new("setpriv");
@@ -572,11 +579,8 @@ impl Stranger {
         let (process, _) = Process::spawn(&mut command, Default::default())?;
         let stranger = Self(process);
         // A child is in its parent's control group.
-        let group = fs::read_to_string(format!("/proc/{of}/cgroup"))?;
         if is_grouped() {
-            let group = group.trim().strip_prefix("0::/").context("no control group of version 2")?;
-            let tasks = PathBuf::from("/sys/fs/cgroup").join(group).join("cgroup.procs");
-            fs::write(tasks, stranger.0.pid().to_string())?;
+            fs::write(group_of(of)?.join("cgroup.procs"), stranger.0.pid().to_string())?;
         }
         let begun = Instant::now();
         while !keiki_sys::process::of_user(user)?.iter().any(|process| process.pid() == stranger.0.pid()) {
@@ -787,6 +791,17 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     assert_ne!(user(machine.as_ref())?, user(other.as_ref())?);
     let id: u32 = user(child.as_ref())?.split(' ').next().context("no user")?.parse()?;
     assert!((FIRST_USER..FIRST_USER + USERS).contains(&id));
+    if is_grouped() {
+        let [one, two] = [group_of(pid(machine.as_ref())?)?, group_of(pid(child.as_ref())?)?];
+        assert_ne!(one, two, "each has a group of its own");
+        assert_eq!(one.parent(), two.parent(), "below that of their lineage");
+        let limit = |group: &std::path::Path, name: &str| fs::read_to_string(group.join(name));
+        // The machine, its zygote, its child: each with its guest's memory, and as much again for itself.
+        let sum = 3 * (2 * u64::from(SHAPE.memory_mib)) << 20;
+        let lineage = one.parent().context("no group above")?;
+        assert_eq!(limit(lineage, "memory.max")?.trim(), sum.to_string());
+        assert_eq!(limit(&one, "pids.max")?.trim(), "512");
+    }
     let mut complaints = BTreeSet::new();
     for machine in [&machine, &child] {
         let pid = pid(machine.as_ref())?;
