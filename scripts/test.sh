@@ -19,7 +19,7 @@ stage_fmt() { cargo fmt --all --check; }
 stage_tidy() { cargo xtask tidy; }
 stage_clippy() {
     cargo clippy --locked --workspace --all-targets -- -D warnings
-    # Without a fuzzer, which needs another compiler. What the targets do with the seeds is among the unit tests.
+    # Without the fuzzer, which is C++ (scripts/fuzz.sh). What the targets do with the seeds is among the unit tests.
     cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features --target-dir "$TARGET/fuzz" -- -D warnings
 }
 stage_build() { scripts/build.sh dev; }
