@@ -797,7 +797,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         assert_eq!(one.parent(), two.parent(), "below that of their lineage");
         let limit = |group: &std::path::Path, name: &str| fs::read_to_string(group.join(name));
         // The machine, its zygote, its child: each with its guest's memory, and as much again for itself.
-        let sum = 3 * (2 * u64::from(SHAPE.memory_mib)) << 20;
+        let sum = 3 * (u64::from(SHAPE.memory_mib) << 21);
         let lineage = one.parent().context("no group above")?;
         assert_eq!(limit(lineage, "memory.max")?.trim(), sum.to_string());
         assert_eq!(limit(&one, "pids.max")?.trim(), "512");
