@@ -111,7 +111,7 @@ run_tests() {
 count() {
     local log=$1 ok=$2 sums
     sums=$(sed 's/\x1b\[[0-9;]*m//g' "$log" | awk '
-        /^ *Summary \[/ || /^test result:/ || /^[0-9]+ passed, [0-9]+ failed$/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
+        /^ *Summary \[/ || /^test result:/ || /^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
             for (i = 2; i <= NF; i++) {
                 if ($i ~ /^passed/) pass += $(i - 1)
                 if ($i ~ /^failed/) fail += $(i - 1)

@@ -244,6 +244,7 @@ async fn run(lab: &Lab) -> Result<Value> {
         cpu.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(": "));
     let machine = json!({"cpu": model.map_or("", |(_, name)| name),
         "cores": std::thread::available_parallelism().map_or(1, usize::from),
+        "ram_mib": keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20,
         "kernel": read("/proc/sys/kernel/osrelease").trim()});
     Ok(json!({"machine": machine, "engine": "kvm", "results": results}))
 }

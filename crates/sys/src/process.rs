@@ -69,7 +69,8 @@ impl Process {
         let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
             Ok(fd) => fd,
-            Err(Errno::SRCH) => return Ok(None),
+            // INVAL: it is just gone, or its number is that of a thread now.
+            Err(Errno::SRCH | Errno::INVAL) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         // The descriptor pins the process; whether the number meant it before is told by its start.
@@ -267,6 +268,13 @@ mod tests {
         while process.is_alive() {}
         assert!(!found(user)?, "one that has ended");
         assert!(process.try_reap().is_some());
+        Ok(())
+    }
+
+    #[test]
+    fn a_thread_is_no_process() -> std::io::Result<()> {
+        let thread = || Process::open(rustix::thread::gettid().as_raw_pid().unsigned_abs());
+        assert!(std::thread::spawn(thread).join().map_err(|_| std::io::Error::other("panic"))??.is_none());
         Ok(())
     }
 

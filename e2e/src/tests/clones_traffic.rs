@@ -1,6 +1,6 @@
 //! What passes between a caller and a sandbox while it is frozen belongs to the original, all of it.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::{StreamExt, stream};
@@ -117,7 +117,7 @@ pub async fn traffic_is_the_originals(world: Arc<World>) -> Result<()> {
     let small: Vec<_> = (0..4)
         .map(|who| tokio::spawn(run_small(parent.clone(), who, Arc::clone(&goes_on), Arc::clone(&count))))
         .collect();
-    for _ in 0..100 {
+    for _ in 0..100 * patience() {
         if started.load(Ordering::Relaxed) && count.load(Ordering::Relaxed) > 4 {
             break;
         }

@@ -4,7 +4,7 @@ use super::{
     observe::{metric, metrics},
     refused,
 };
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox};
 use anyhow::{Result, ensure};
 use futures::TryStreamExt;
 use keiki_types::{
@@ -61,7 +61,7 @@ pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     // What is prepared for the next create has slots, too.
-    for _ in 0..100 {
+    for _ in 0..100 * patience() {
         if metric(&metrics(&world.node).await?, r#"keiki_prestarted_machines{template="base"}"#) == Some(2.0)
         {
             break;
@@ -167,7 +167,7 @@ pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     // A long command is activity all the time; a GET is none.
     ensure!(used.sh("sleep 4; echo done").await? == "done", "swept while in use");
     client.set_lifecycle(used.id, &SetLifecycle { ttl_seconds: Some(600), persistent: None }).await?;
-    for _ in 0..20 {
+    for _ in 0..20 * patience() {
         if client.sandbox(passing.id).await.is_err() && lasting.view().await?.status == Status::Hibernated {
             break;
         }
@@ -189,7 +189,7 @@ pub async fn a_guest_that_dies_is_reported(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(client).await?;
     let bystander = Sandbox::create(client).await?;
     let _ = sandbox.exec("sync; echo c > /proc/sysrq-trigger").await;
-    for _ in 0..50 {
+    for _ in 0..50 * patience() {
         if sandbox.view().await?.status == Status::Failed {
             break;
         }

@@ -66,7 +66,7 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
 /// CPUs under emulation that would be measured instead.
 async fn stand_still(sandboxes: &[Sandbox]) -> Result<()> {
     let mut before = u64::MAX;
-    for _ in 0..60 {
+    for _ in 0..60 * patience() {
         let views = try_join_all(sandboxes.iter().map(Sandbox::view)).await?;
         let used: u64 = views.iter().filter_map(|view| view.cpu_ms).sum();
         // A guest that idles still ticks.
@@ -212,7 +212,7 @@ async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
 /// Waits until nothing is going on: as many slots and waiting monitors as at rest.
 async fn settle(node: &Node) -> Result<()> {
     let mut last = String::new();
-    for _ in 0..60 {
+    for _ in 0..60 * patience() {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let text = metrics(node).await?;
         let names = [
