@@ -79,7 +79,7 @@ pub fn kvm_lab() -> Result<Option<Lab>> {
     lab()
 }
 
-fn is_kvm() -> bool {
+pub fn is_kvm() -> bool {
     std::env::var_os("KEIKI_ENGINE").is_some_and(|engine| engine == "kvm")
 }
 
