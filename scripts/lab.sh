@@ -172,6 +172,7 @@ run_release() {
         . scripts/lib.sh
         STATE=/store
         KEIKI_ENGINE=kvm start_node bench /lab/in/bin
+        exec 2>/lab/out/progress
         bin/keiki template build base --memory 256
         bin/keiki bench --only "$1" --into bench-lab.json
         stop_node

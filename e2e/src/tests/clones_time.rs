@@ -71,8 +71,8 @@ pub async fn clocks_are_right_and_timers_fire(world: Arc<World>) -> Result<()> {
             .await?;
         let snapshot = parent.snapshot().await?;
         copies.push((format!("a restored one, {name}"), Sandbox::restore(client, &snapshot).await?));
-        let (name, copy) = copies.last().context("none")?;
-        is_right(name, copy).await?;
+        let (restored, copy) = copies.last().context("none")?;
+        is_right(restored, copy).await?;
         copies.push((format!("a fork, {name}"), parent.fork_one().await?));
         let (name, copy) = copies.last().context("none")?;
         is_right(name, copy).await?;
