@@ -69,8 +69,8 @@ impl Process {
         let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
             Ok(fd) => fd,
-            // INVAL: it is just gone, or its number is that of a thread now.
-            Err(Errno::SRCH | Errno::INVAL) => return Ok(None),
+            // The second, and of newer kernels the third: it is just gone, or its number is that of a thread now.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         // The descriptor pins the process; whether the number meant it before is told by its start.
