@@ -51,7 +51,10 @@ async fn is_right(name: &str, copy: &Sandbox) -> Result<()> {
     let (off, sure) = offset(copy).await?;
     println!("        {name}: the clock is {:.1} ms off, to {:.1} ms", off * 1e3, sure * 1e3);
     ensure!(sure < MOST_ROUND * f64::from(patience()), "{name}: a question takes {:.0} ms", sure * 2e3);
-    ensure!(off.abs() - sure < MOST_OFF * f64::from(patience()), "{name}: the clock is {off:.3} s off, to {sure:.3} s");
+    ensure!(
+        off.abs() - sure < MOST_OFF * f64::from(patience()),
+        "{name}: the clock is {off:.3} s off, to {sure:.3} s"
+    );
     Ok(())
 }
 
