@@ -146,7 +146,7 @@ async fn gate(port: &Port, input: &mut Input, agent: &Agent) -> io::Result<Optio
             Err(error) => {
                 log::line(&format!("agent port: {error}"));
                 // A hello may have begun in it.
-                return Ok(Some(input.bytes.to_vec()));
+                return Ok(Some(std::mem::take(&mut input.watch.candidate)));
             }
         }
     }
@@ -463,10 +463,9 @@ mod tests {
             let pending = stream.chunks(size).find_map(|chunk| {
                 fed += chunk.len();
                 input.take(chunk).or_else(|| match input.next() {
-                    Ok(None) => None,
-                    // Where the head of the call is cut, a part of the hello is a length.
-                    Err(GateError::Length(..)) => Some(input.bytes.to_vec()),
-                    other => panic!("{other:?}"),
+                    // A part of the hello may have been the rest of the call.
+                    Ok(_) => None,
+                    Err(_) => Some(std::mem::take(&mut input.watch.candidate)),
                 })
             });
             let mut scanner = Scanner::default();
