@@ -102,9 +102,6 @@ impl Inner {
         let (guest, kernel) = self.warm(machine, gate, generation, &recipe.spec.warm, build, clock).await?;
         guest.flush().await?;
         guest.freeze_user().await?;
-        // So that copies need not run what an agent does when its connection ends.
-        drop(guest);
-        tokio::time::sleep(SETTLE).await;
         make_dir(dir)?;
         let image = self.engine.image(dir, recipe.shape).await;
         let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
