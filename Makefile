@@ -3,7 +3,7 @@
 PREFIX ?= /usr/local
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lab bench bench-lab bench-vmm setup build install check fmt doc clean
+.PHONY: help demo test test-all test-lab bench bench-lab bench-vmm fuzz setup build install check fmt doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,6 +29,9 @@ bench-lab: ## measure what forking saves with real guests of our monitor, into b
 
 bench-vmm: ## measure our monitor's fork, with a guest of a few bytes, into bench-vmm.json
 	@KEIKI_BENCH_VMM=$(CURDIR)/bench-vmm.json cargo bench --locked -p keiki-vmm --bench monitor
+
+fuzz: ## feed the fuzz targets for a minute each, guided by coverage; longer: scripts/fuzz.sh -s SECONDS
+	@scripts/fuzz.sh
 
 setup: ## install what building and running needs (Debian, root)
 	@scripts/setup.sh

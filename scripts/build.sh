@@ -2,7 +2,7 @@
 # Builds keiki, its monitor and the guest agent. The guest is static: it runs as PID 1 of any root disk.
 #
 #   scripts/build.sh          what users run, into target/keiki/
-#   scripts/build.sh dev      what tests run, into target/keiki-dev/: quicker to build, slower to run
+#   scripts/build.sh dev      what tests run, into target/keiki-dev/, and what runs them: quicker to build, slower to run
 #   scripts/build.sh guest    the agent alone
 . "$(dirname "$0")/lib.sh"
 
@@ -28,7 +28,7 @@ guest) put "$OUT" "$GUEST" ;;
 dev)
     put "$OUT_DEV" "$GUEST"
     put "$OUT_DEV" "$RECORDER"
-    cargo build --locked -p keiki-cli -p keiki-vmm --target-dir "$TARGET"
+    build_dev
     put "$OUT_DEV" "$TARGET/debug/keiki"
     put "$OUT_DEV" "$TARGET/debug/keiki-vmm"
     ;;

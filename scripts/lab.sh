@@ -3,15 +3,22 @@
 #
 #   scripts/lab.sh e2e [FILTER...]      the end to end tests
 #   scripts/lab.sh engine [FILTER...]   the engine's own tests, and the monitor's of memory limits
-#   scripts/lab.sh all                  both
+#   scripts/lab.sh all                  both, in machines beside each other where there are processors and memory for them
 #   scripts/lab.sh bench                ratios of two things of one run, into bench-lab.json
+#   scripts/lab.sh release              one of them alone: what the release gate is of a create; the others stay
 #
 # Built before: scripts/build.sh dev, and the parts of the base template in the image cache. Logs: .keiki/lab/out/.
 # KEIKI_LAB says where: `always` in the lab, `never` here, unset wherever KVM is native.
 . "$(dirname "$0")/lib.sh"
 
 # Emulated machines are slow: seconds after which the lab is ended.
-LIMIT=${KEIKI_LAB_LIMIT:-3000}
+LIMIT=${KEIKI_LAB_LIMIT:-5000}
+# What an emulated machine takes of this one's memory, in MiB.
+MACHINE_MIB=8192
+# What is measured of the release gate.
+RELEASE=release,release_step,release_share,create_first_exec
+# So many machines share the end to end tests.
+E2E_PARTS=2
 # Guest instructions a second that only hardware reaches; keiki's own probe has the same.
 NATIVE=100000000
 
@@ -23,12 +30,6 @@ native() {
     esac
     speed=$("$OUT_DEV/keiki-vmm" --probe 2>/dev/null | cut -d' ' -f3)
     [ "${speed:-0}" -ge "$NATIVE" ]
-}
-
-# The program that cargo makes of a test or benchmark: built test|bench PACKAGE NAME
-built() {
-    cargo "$1" --locked --profile dev -p "$2" "--$1" "$3" --no-run --message-format json 2>/dev/null |
-        sed -n "s/.*\"name\":\"$3\".*\"executable\":\"\\([^\"]*\\)\".*/\\1/p" | tail -n 1
 }
 
 # in_lab OPTION... -- COMMAND...
@@ -43,24 +44,42 @@ out() {
     mkdir -p "$LAB_OUT"
 }
 
-run_e2e() {
+# What the end to end tests need that is made out here, where there is a network.
+prepare_e2e() {
     local name
-    out e2e
-    cargo build --locked -q -p keiki-e2e
+    build_dev -q
+    for name in code-interpreter own services; do
+        build_template "$name" e2e/templates
+    done
+    build_template prefork examples/prefork
+}
+
+build_template() {
+    "$TARGET/debug/examples/build" "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" "$@"
+}
+
+# part_of_e2e K/N [FILTER...]
+part_of_e2e() {
+    local part=$1
+    shift
+    out "e2e-${part%/*}"
+    # shellcheck disable=SC2016 # for the shell in there
+    in_lab --cache --put "$TARGET/debug/keiki-e2e" --put examples --put sdk/python/src:sdk/python/src \
+        --env KEIKI_ENGINE=kvm --env KEIKI_E2E_BIN=/lab/in/bin --env KEIKI_E2E_CACHE=/lab/cache \
+        --env KEIKI_E2E_DIR=/store/e2e --env KEIKI_E2E_KEEP_LOGS=1 --env KEIKI_E2E_PATIENCE=6 --env KEIKI_E2E_CLOCK=1 \
+        --env KEIKI_E2E_PART="$part" --env KEIKI_E2E_PASSED=/lab/out/passed -- \
+        bash -c './keiki-e2e "$@"; status=$?; cp /store/e2e/*/node.log /lab/out/ --backup=numbered; exit $status' e2e "$@"
+}
+
+run_e2e() {
     if native; then
+        build_dev -q
         KEIKI_ENGINE=kvm KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e-kvm \
             "$TARGET/debug/keiki-e2e" "$@"
         return
     fi
-    # What tests build in there, which has no network.
-    for name in own code-interpreter; do
-        cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" "$name" e2e/templates
-    done
-    # shellcheck disable=SC2016 # for the shell in there
-    in_lab --cache --put "$TARGET/debug/keiki-e2e" --env KEIKI_ENGINE=kvm --env KEIKI_E2E_BIN=/lab/in/bin \
-        --env KEIKI_E2E_CACHE=/lab/cache --env KEIKI_E2E_DIR=/store/e2e --env KEIKI_E2E_KEEP_LOGS=1 --env KEIKI_E2E_PATIENCE=6 \
-        --env KEIKI_E2E_CLOCK=1 -- \
-        bash -c './keiki-e2e "$@"; status=$?; cp /store/e2e/*/node.log /lab/out/ --backup=numbered; exit $status' e2e "$@"
+    prepare_e2e
+    part_of_e2e 1/1 "$@"
 }
 
 # with_guests KIND PACKAGE/NAME... -- SCRIPT ARG...: programs that make their own guests, in tests/, and the monitor in bin/.
@@ -112,9 +131,9 @@ guests_in_lab() {
 
 run_engine() {
     out engine
-    # The monitor's own test has the path of the monitor that cargo built for it.
+    # Not those of the other engine alone. The monitor's own test has the path of the monitor that cargo built for it.
     # shellcheck disable=SC2016 # for the shell in there
-    with_guests test keiki-engine/{fork,snapshot,hostile,adopt,jail,linux,kvm} keiki-vmm/memory -- '
+    with_guests test keiki-engine/{kvm,net,adopt,fork,snapshot,linux} keiki-vmm/memory -- '
         monitor=$1; shift
         [ -e "$monitor" ] || { mkdir -p "$(dirname "$monitor")" && cp bin/keiki-vmm "$monitor"; }
         status=0
@@ -126,7 +145,84 @@ run_bench() {
     out bench
     with_guests bench keiki-engine/ratios -- tests/ratios
     cp "$LAB_OUT/bench-lab.json" bench-lab.json
+    run_release
     say "bench: see bench-lab.json"
+}
+
+# What the release gate is of a create, on a node: added to bench-lab.json.
+run_release() {
+    local known=()
+    if native; then
+        KEIKI_ENGINE=kvm start_node bench-lab "$OUT_DEV"
+        "$OUT_DEV/keiki" template build base --memory 256
+        "$OUT_DEV/keiki" bench --only "$RELEASE" --into bench-lab.json
+        stop_node
+        return
+    fi
+    out release
+    [ ! -e bench-lab.json ] || known=(--put bench-lab.json)
+    # shellcheck disable=SC2016 # for the shell in there
+    in_lab --cache --put scripts "${known[@]}" --env KEIKI_IMAGE_CACHE=/lab/cache -- bash -c '
+        . scripts/lib.sh
+        STATE=/store
+        KEIKI_ENGINE=kvm start_node bench /lab/in/bin
+        exec 2>/lab/out/progress
+        bin/keiki template build base --memory 256
+        bin/keiki bench --only "$1" --into bench-lab.json
+        stop_node
+        cp bench-lab.json /store/bench/node.log /lab/out/' bench "$RELEASE"
+    cp "$LAB_OUT/bench-lab.json" bench-lab.json
+}
+
+# How many machines have a processor and memory here.
+room() {
+    local cpus memory
+    cpus=$(nproc)
+    memory=$(($(awk '$1 == "MemAvailable:" { print $2 }' /proc/meminfo) / 1024 / MACHINE_MIB))
+    [ "$memory" -lt "$cpus" ] || memory=$cpus
+    say "$((memory > 0 ? memory : 1))"
+}
+
+# All parts, each in a machine of its own, so many at a time as there is room for. All are run, whatever fails.
+run_machines() {
+    local part status=0 logs=$STATE/lab/logs parts=(engine) room
+    prepare_e2e
+    room=$(room)
+    for ((part = 1; part <= E2E_PARTS; part++)); do parts+=("e2e-$part"); done
+    rm -rf "$logs"
+    mkdir -p "$logs"
+    say "lab: ${parts[*]}, $room at a time; what they say is in $logs meanwhile"
+    # Each is a group of processes, to be ended with all it started.
+    set -m
+    trap 'for part in $(jobs -p); do kill -- "-$part" 2>/dev/null || true; done; wait; exit 130' INT TERM
+    for part in "${parts[@]}"; do
+        while [ "$(jobs -rp | wc -l)" -ge "$room" ]; do wait -n || true; done
+        run_part "$part" "$logs" &
+    done
+    wait
+    trap - INT TERM
+    set +m
+    for part in "${parts[@]}"; do
+        say "== $part"
+        cat "$logs/$part"
+    done
+    for part in "${parts[@]}"; do
+        read -r took ended <"$logs/$part.end"
+        printf '%-8s %-8s %5s s\n' "$part" "$([ "$ended" = 0 ] && say ok || say FAILED)" "$took"
+        [ "$ended" = 0 ] || status=1
+    done
+    return "$status"
+}
+
+# run_part NAME LOGS: how long it took and how it ended is in NAME.end.
+run_part() {
+    local started=$SECONDS ended=0
+    case $1 in
+    engine) (run_engine) ;;
+    e2e-*) (part_of_e2e "${1#e2e-}/$E2E_PARTS") ;;
+    esac </dev/null >"$2/$1" 2>&1 || ended=$?
+    say "$((SECONDS - started)) $ended" >"$2/$1.end"
+    say "lab: $1 ended with $ended after $((SECONDS - started)) s"
 }
 
 main() {
@@ -136,13 +232,15 @@ main() {
     e2e) run_e2e "$@" ;;
     engine) run_engine "$@" ;;
     all)
+        native || { run_machines; return; }
         local status=0
         run_engine || status=1
         run_e2e || status=1
         return "$status"
         ;;
     bench) run_bench ;;
-    *) die "no such part: e2e, engine, all or bench" ;;
+    release) run_release ;;
+    *) die "no such part: e2e, engine, all, bench or release" ;;
     esac
 }
 

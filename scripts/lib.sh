@@ -52,6 +52,16 @@ quietly() {
     fi
 }
 
+# Every program that tests need, the end to end tests among them. Cargo is always asked for the whole workspace: for some
+# packages alone it chooses other features, and compiles what they need once more.
+build_dev() { cargo build --locked "$@" --workspace --bins --examples --target-dir "$TARGET"; }
+
+# The programs that cargo makes of all tests of a package, or of a test or benchmark of it: built test|bench PACKAGE [NAME]
+built() {
+    cargo "$1" --locked -q --profile dev --workspace ${3:+"--$1" "$3"} --no-run --message-format json-render-diagnostics |
+        sed -n "s/.*\"package_id\":\"[^\"]*#$2@.*\"overflow_checks\":[a-z]*,\"test\":true.*\"executable\":\"\([^\"]*\)\".*/\1/p"
+}
+
 # Mounts an XFS image on a directory until the shell ends.
 with_reflinks() {
     local image=$1.xfs

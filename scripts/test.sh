@@ -8,7 +8,9 @@
 . "$(dirname "$0")/lib.sh"
 
 [ ! -e /dev/kvm ] || export KEIKI_TEST_NEED_KVM=${KEIKI_TEST_NEED_KVM-1}
-STAGES=(setup fmt tidy deny clippy unit build template guests e2e lab conformance sdk)
+STAGES=(setup fmt tidy deny clippy build unit template guests e2e lab conformance sdk)
+# Neighbours that run beside each other: one of them waits much, for the network or for its guests, and none measures.
+BESIDE=('unit template' 'conformance sdk')
 LOGS=$STATE/logs
 PASSED=0 FAILED=0
 declare -A RESULT TIME
@@ -19,7 +21,7 @@ stage_fmt() { cargo fmt --all --check; }
 stage_tidy() { cargo xtask tidy; }
 stage_clippy() {
     cargo clippy --locked --workspace --all-targets -- -D warnings
-    # Without a fuzzer, which needs another compiler. What the targets do with the seeds is among the unit tests.
+    # Without the fuzzer, which is C++ (scripts/fuzz.sh). What the targets do with the seeds is among the unit tests.
     cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features --target-dir "$TARGET/fuzz" -- -D warnings
 }
 stage_build() { scripts/build.sh dev; }
@@ -32,20 +34,21 @@ stage_deny() {
     cargo deny --offline check bans licenses sources
 }
 
-stage_unit() { run_tests --workspace --exclude keiki-e2e; }
+stage_unit() { run_tests --workspace; }
 
-# The parts that every real guest needs, made once and shared by all tests.
+# The parts that every real guest needs, made once and shared by all tests. Cargo, which other stages may hold, comes last.
 stage_template() {
     # Its output is kept apart: others read from this stage's which parts there are.
-    quietly code-interpreter cargo run --locked -q -p keiki-image --example build -- \
-        "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" code-interpreter
-    cargo run --locked -q -p keiki-image --example build -- "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
-    KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE cargo test --locked -q -p keiki-image --test build
+    local build=$TARGET/debug/examples/build program
+    quietly code-interpreter "$build" "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest" code-interpreter
+    "$build" "$KEIKI_IMAGE_CACHE" "$OUT_DEV/keiki-guest"
+    program=$(built test keiki-image build)
+    KEIKI_TEST_IMAGE=1 KEIKI_TEST_CACHE=$KEIKI_IMAGE_CACHE "$program"
 }
 
 # The engine and the agent by themselves, each with real guests.
 stage_guests() {
-    local parts=$LOGS/template.log store=$STATE/guests package=$STATE/guests/kernel kernel
+    local parts=$LOGS/template.log store=$STATE/guests package=$STATE/guests/kernel kernel program programs status=0
     # `build` names the parts it made: kernel RELEASE PATH, initramfs PATH, rootfs PATH.
     kernel=$(awk '$1 == "kernel" && $3 ~ "^/" { print $3 }' "$parts")
     mkdir -p "$store"
@@ -53,17 +56,23 @@ stage_guests() {
     mkdir -p "$package/boot"
     cp "$kernel" "$package/boot/vmlinuz-test"
     ln -sfn "$(dirname "$kernel")/lib" "$package/lib"
-    KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store KEIKI_TEST_VMM=$OUT_DEV/keiki-vmm \
-        cargo test --locked --no-fail-fast -p keiki-engine --tests -- --test-threads 2
+    programs=$(built test keiki-engine)
+    for program in $programs; do
+        KEIKI_TEST_KERNEL_DIR=$package KEIKI_TEST_STORE=$store KEIKI_TEST_VMM=$OUT_DEV/keiki-vmm \
+            "$program" --test-threads 2 || status=1
+    done
+    program=$(built test keiki-guest real_guest)
     KEIKI_TEST_KERNEL=$kernel KEIKI_TEST_INITRD=$(awk '$1 == "initramfs" { print $2 }' "$parts") \
         KEIKI_TEST_DISK=$(awk '$1 == "rootfs" && $2 ~ "^/" { print $2 }' "$parts") TMPDIR=$store \
-        timeout 300 cargo test --locked -p keiki-guest --test real_guest -- --ignored --test-threads 1
+        timeout 300 "$program" --ignored --test-threads 1 || status=1
+    return "$status"
 }
 
 # Two nodes, each with a test at a time: most tests wait much. What measures runs by itself in the end.
 stage_e2e() {
+    build_dev -q
     ${KEIKI_TEST_ALL:+env KEIKI_E2E_LONG=1} env KEIKI_E2E_LANES="${KEIKI_E2E_LANES:-2}" KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e \
-        cargo run --locked -q -p keiki-e2e -- ${KEIKI_E2E_FILTER:-}
+        "$TARGET/debug/keiki-e2e" ${KEIKI_E2E_FILTER:-}
 }
 
 # Our own monitor with real Linux guests: a few tests here, all of them with `make test-lab`.
@@ -111,7 +120,7 @@ run_tests() {
 count() {
     local log=$1 ok=$2 sums
     sums=$(sed 's/\x1b\[[0-9;]*m//g' "$log" | awk '
-        /^ *Summary \[/ || /^test result:/ || /^[0-9]+ passed, [0-9]+ failed$/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
+        /^ *Summary \[/ || /^test result:/ || /^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$/ || /^(=+ )?[0-9]+ (passed|failed).* in [0-9.]+s/ {
             for (i = 2; i <= NF; i++) {
                 if ($i ~ /^passed/) pass += $(i - 1)
                 if ($i ~ /^failed/) fail += $(i - 1)
@@ -127,19 +136,30 @@ count() {
     COUNTED="$pass passed, $fail failed"
 }
 
-run_stage() {
-    local started=$SECONDS ok
-    say "== $1"
-    # In a shell of its own, so that a failing command ends the stage and nothing else. Where the caller looks at the
-    # outcome with `if` or `||`, -e would be off in there too.
-    (set -e; "stage_$1") </dev/null 2>&1 | tee "$LOGS/$1.log"
-    ok=${PIPESTATUS[0]}
-    settle "$1" "$started" "$ok"
+# Which stages run with this one, itself among them: beside STAGE ALL...
+beside() {
+    local stage=$1 together
+    shift
+    for together in "${BESIDE[@]}"; do
+        # Nodes beside each other need networks of their own: not where one is given. Nor what is not to run any more.
+        if [[ -z $broken && -z ${KEIKI_SLOT_RANGE:-} && " $together " == *" $stage "* && " $* " == *" $together "* ]]; then
+            stage=$together
+        fi
+    done
+    say "$stage"
 }
 
-# Stages at the same time; what they say comes one after the other.
-run_beside() {
+# A stage, or several at the same time; what these say comes one after the other.
+run_stages() {
     local stage started=$SECONDS ok
+    # In a shell of its own, so that a failing command ends the stage and nothing else. Where the caller looks at the
+    # outcome with `if` or `||`, -e would be off in there too.
+    if [ $# = 1 ]; then
+        say "== $1"
+        (set -e; "stage_$1") </dev/null 2>&1 | tee "$LOGS/$1.log"
+        settle "$1" "$started" "${PIPESTATUS[0]}"
+        return
+    fi
     local -A pid=()
     say "== $*, beside each other"
     # Each is a group of processes, to be interrupted like one in the foreground.
@@ -178,7 +198,7 @@ skip_stage() {
 }
 
 main() {
-    local stage ok broken='' started=$SECONDS
+    local stage broken='' started=$SECONDS
     [ $# -gt 0 ] || set -- "${STAGES[@]}"
     for stage in "$@"; do
         declare -F "stage_$stage" >/dev/null || die "no stage $stage: ${STAGES[*]}"
@@ -192,17 +212,13 @@ main() {
             ;;
         esac
         set +e
-        # They wait much and measure nothing. Both are told the same network where one is given.
-        if [[ -z ${KEIKI_SLOT_RANGE:-} && " $* " == *" conformance sdk "* && $stage == @(conformance|sdk) ]]; then
-            [ "$stage" = sdk ] || run_beside conformance sdk
-            ok=0
-        else
-            run_stage "$stage"
-            ok=$?
+        if [ -z "${RESULT[$stage]:-}" ]; then
+            # shellcheck disable=SC2046 # one word a stage
+            run_stages $(beside "$stage" "$@")
         fi
         set -e
         # Real guests need all of these.
-        [ "$ok" = 0 ] || case $stage in setup | build | template) broken=$stage ;; esac
+        [ "${RESULT[$stage]}" != FAILED ] || case $stage in setup | build | template) broken=$stage ;; esac
     done
     say
     for stage in "$@"; do

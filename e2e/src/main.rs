@@ -15,6 +15,8 @@
 //! | `KEIKI_E2E_CLOCK` | also set this machine's clock, by a week and back | unset |
 //! | `KEIKI_E2E_LANES` | so many nodes, each with a test at a time, for all tests but those that measure | 1 |
 //! | `KEIKI_E2E_LONG` | also run what takes minutes | unset |
+//! | `KEIKI_E2E_PART` | `K/N`: of N runs that together are all tests, the one that begins with the Kth group of them | `1/1` |
+//! | `KEIKI_E2E_PASSED` | a file with the names of tests that have passed, which are not run again; those that do are added | none |
 
 mod names;
 mod node;
@@ -25,8 +27,11 @@ use anyhow::{Context, Result};
 use futures::{FutureExt, future::BoxFuture};
 use node::{Node, Options, Places};
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
+    fs::OpenOptions,
+    io::Write,
     panic::AssertUnwindSafe,
+    path::PathBuf,
     process::ExitCode,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
@@ -51,6 +56,18 @@ pub fn patience() -> u32 {
 pub fn long() -> bool {
     std::env::var_os("KEIKI_E2E_LONG").is_some()
 }
+
+/// Why a test cannot be run here: what it fails with then, so that it is told and counted.
+#[derive(Debug)]
+pub struct Skipped(pub &'static str);
+
+impl std::fmt::Display for Skipped {
+    fn fmt(&self, out: &mut std::fmt::Formatter) -> std::fmt::Result {
+        out.write_str(self.0)
+    }
+}
+
+impl std::error::Error for Skipped {}
 
 /// What every test gets.
 pub struct World {
@@ -78,11 +95,15 @@ fn main() -> ExitCode {
 
 async fn run() -> Result<bool> {
     let filters: Vec<String> = std::env::args().skip(1).collect();
-    let chosen = tests::all().into_iter().filter(|(name, _)| {
+    let mut chosen = part(tests::all())?;
+    chosen.retain(|(name, _)| {
         filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()))
     });
+    let passed = Passed::from_env()?;
+    chosen.retain(|(name, _)| !passed.has(name));
     // What measures comes when nothing else runs any more.
-    let (alone, beside): (Vec<_>, Vec<_>) = chosen.partition(|(name, _)| tests::ALONE.contains(name));
+    let (alone, beside): (Vec<_>, Vec<_>) =
+        chosen.into_iter().partition(|(name, _)| tests::ALONE.contains(name));
     let places = Places::from_env()?;
     let names = names::serve().await?.to_string();
     let lanes = number("KEIKI_E2E_LANES").unwrap_or(1).clamp(1, beside.len().max(1));
@@ -96,7 +117,9 @@ async fn run() -> Result<bool> {
             if at == 0 { beside.pop_front() } else { beside.pop_back() }
         };
         while let Some((name, test)) = next() {
-            tally.add(name, run_one(test, &world).await);
+            if tally.add(name, run_one(test, &world).await) {
+                passed.add(name)?;
+            }
             // What a failed test left behind must not disturb the next one.
             world.node.delete_all().await;
         }
@@ -109,15 +132,69 @@ async fn run() -> Result<bool> {
         tally.close(world).await;
     }
     for (name, test) in alone {
-        tally.add(name, run_one(test, &first).await);
+        if tally.add(name, run_one(test, &first).await) {
+            passed.add(name)?;
+        }
         first.node.delete_all().await;
     }
     tally.close(first).await;
     for name in &tally.failed {
         println!("failed: {name}");
     }
-    println!("{} passed, {} failed", tally.passed, tally.failed.len());
+    if !passed.before.is_empty() {
+        println!("{} have passed before", passed.before.len());
+    }
+    let skipped = if tally.skipped > 0 { format!(", {} skipped", tally.skipped) } else { String::new() };
+    println!("{} passed, {} failed{skipped}", tally.passed + passed.before.len(), tally.failed.len());
     Ok(tally.failed.is_empty())
+}
+
+/// Those of this run, where several share the work: whole groups, because those of a group often share a template, too.
+fn part(all: Vec<(&'static str, Test)>) -> Result<Vec<(&'static str, Test)>> {
+    let Ok(text) = std::env::var("KEIKI_E2E_PART") else { return Ok(all) };
+    let numbers = text.split_once('/').and_then(|(at, of)| Some((at.parse().ok()?, of.parse().ok()?)));
+    let (at, of): (usize, usize) = numbers
+        .filter(|(at, of)| (1..=*of).contains(at))
+        .with_context(|| format!("KEIKI_E2E_PART is `{text}`: write K/N, K from 1 to N"))?;
+    let group = |name: &'static str| name.split("::").next().unwrap_or_default();
+    let mut groups = Vec::new();
+    let mine = all.into_iter().filter(|(name, _)| {
+        let place = groups.iter().position(|known| *known == group(name)).unwrap_or_else(|| {
+            groups.push(group(name));
+            groups.len() - 1
+        });
+        place % of == at - 1
+    });
+    Ok(mine.collect())
+}
+
+/// Tests that passed in a run that was cut off, so that the next goes on where it was.
+struct Passed {
+    file: Option<PathBuf>,
+    before: BTreeSet<String>,
+}
+
+impl Passed {
+    fn from_env() -> Result<Self> {
+        let file = std::env::var_os("KEIKI_E2E_PASSED").map(PathBuf::from);
+        let text = match &file {
+            Some(file) if file.exists() => std::fs::read_to_string(file)?,
+            _ => String::new(),
+        };
+        Ok(Self { file, before: text.lines().map(str::to_owned).collect() })
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.before.contains(name)
+    }
+
+    /// On the disk at once: what cuts a run off may be the end of the machine.
+    fn add(&self, name: &str) -> Result<()> {
+        let Some(path) = &self.file else { return Ok(()) };
+        let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+        writeln!(file, "{name}")?;
+        Ok(file.sync_all()?)
+    }
 }
 
 /// A node with a directory and a template of its own.
@@ -149,25 +226,34 @@ async fn run_one(test: Test, world: &Arc<World>) -> (f64, Result<()>) {
 #[derive(Default)]
 struct Tally {
     passed: usize,
+    skipped: usize,
     failed: Vec<&'static str>,
 }
 
 impl Tally {
-    fn add(&mut self, name: &'static str, (took, outcome): (f64, Result<()>)) {
-        match outcome {
+    /// Tells of it; has it passed?
+    fn add(&mut self, name: &'static str, (took, outcome): (f64, Result<()>)) -> bool {
+        let (word, error) = match outcome {
             Ok(()) => {
                 self.passed += 1;
                 println!("  ok    {took:6.2} s  {name}");
+                return true;
             }
-            Err(error) => {
-                println!("  FAIL  {took:6.2} s  {name}\n        {error:#}");
-                self.failed.push(name);
-            }
+            Err(error) if error.is::<Skipped>() => ("skip", error),
+            Err(error) => ("FAIL", error),
+        };
+        println!("  {word}  {took:6.2} s  {name}\n        {error:#}");
+        if word == "skip" {
+            self.skipped += 1
+        } else {
+            self.failed.push(name)
         }
+        false
     }
 
     fn join(&mut self, other: Self) {
         self.passed += other.passed;
+        self.skipped += other.skipped;
         self.failed.extend(other.failed);
     }
 

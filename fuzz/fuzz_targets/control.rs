@@ -1,4 +1,4 @@
-//! Fuzzes the messages of the control socket, both ways. `cargo +nightly fuzz run control seeds/control`
+//! Fuzzes the messages of the control socket, both ways. `scripts/fuzz.sh control`
 #![no_main]
 
 #[path = "../bodies/control.rs"]

@@ -1,4 +1,4 @@
-//! Fuzzes a hostile driver of each virtio device. `cargo +nightly fuzz run device seeds/device`
+//! Fuzzes a hostile driver of each virtio device. `scripts/fuzz.sh device`
 #![no_main]
 
 #[path = "../bodies/mod.rs"]

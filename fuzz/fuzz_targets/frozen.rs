@@ -1,4 +1,4 @@
-//! Fuzzes the reader of state files, behind the checksum. `cargo +nightly fuzz run frozen seeds/frozen`
+//! Fuzzes the reader of state files, behind the checksum. `scripts/fuzz.sh frozen`
 #![no_main]
 
 #[path = "../bodies/frozen.rs"]

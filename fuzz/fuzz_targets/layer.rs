@@ -1,4 +1,4 @@
-//! Fuzzes disk layers that nobody wrote. `cargo +nightly fuzz run layer seeds/layer`
+//! Fuzzes disk layers that nobody wrote. `scripts/fuzz.sh layer`
 #![no_main]
 
 #[path = "../bodies/mod.rs"]

@@ -1,4 +1,4 @@
-//! Fuzzes device states that nobody saved. `cargo +nightly fuzz run state seeds/state`
+//! Fuzzes device states that nobody saved. `scripts/fuzz.sh state`
 #![no_main]
 
 #[path = "../bodies/mod.rs"]

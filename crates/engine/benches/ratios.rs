@@ -13,7 +13,7 @@ mod guest;
 
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, Lab, lab};
-use keiki_engine::{BootSpec, Machine};
+use keiki_engine::{BootSpec, Machine, Steps};
 use keiki_types::Shape;
 use serde_json::{Value, json};
 use std::{
@@ -89,22 +89,53 @@ async fn boots(lab: &Lab) -> Result<Vec<f64>> {
     Ok(samples)
 }
 
-async fn creates(lab: &Lab) -> Result<Vec<f64>> {
+/// Samples of each step of an operation, by name, in order.
+#[derive(Default)]
+struct StepSamples(Vec<(String, Vec<f64>)>);
+
+impl StepSamples {
+    fn add(&mut self, name: &str, took: Duration) {
+        match self.0.iter_mut().find(|(known, _)| known == name) {
+            Some((_, samples)) => samples.push(ms(took)),
+            None => self.0.push((name.to_owned(), vec![ms(took)])),
+        }
+    }
+
+    fn add_all(&mut self, steps: &Steps) {
+        steps.0.iter().for_each(|(name, took)| self.add(name, *took));
+    }
+
+    /// One result for each step.
+    fn measured(&self, name: &str, params: &Value) -> Vec<Value> {
+        let of = |(step, samples): &(String, Vec<f64>)| {
+            let mut params = params.clone();
+            params["step"] = json!(step);
+            measured(name, "ms", &params, samples)
+        };
+        self.0.iter().map(of).collect()
+    }
+}
+
+async fn creates(lab: &Lab) -> Result<(Vec<f64>, StepSamples)> {
     let (template, _) = boot(lab, 256).await?;
     let image = lab.engine.image(&lab.fresh("f")?, shape(256)).await?;
     let (frozen, _) = template.freeze(image).await?;
     template.stop().await?;
-    let mut samples = Vec::new();
+    let (mut samples, mut steps) = (Vec::new(), StepSamples::default());
     for _ in 0..SAMPLES {
         let resources = lab.resources()?;
         let begun = Instant::now();
         let seat = lab.engine.seat(frozen.image(), resources).await?;
-        let (machine, _) = frozen.thaw(seat).await?;
+        steps.add("seat", begun.elapsed());
+        let (machine, of_thaw) = frozen.thaw(seat).await?;
+        let thawed = Instant::now();
         first_output(machine.as_ref()).await?;
         samples.push(ms(begun.elapsed()));
+        steps.add_all(&of_thaw);
+        steps.add("answer", thawed.elapsed());
         machine.stop().await?;
     }
-    Ok(samples)
+    Ok((samples, steps))
 }
 
 async fn pauses(lab: &Lab, memory_mib: u32) -> Result<Vec<f64>> {
@@ -161,24 +192,29 @@ async fn disk_pauses(lab: &Lab) -> Result<(Vec<f64>, Vec<f64>)> {
     Ok((idle, loaded))
 }
 
+/// Pauses and the steps of their freezes.
+type Pauses = (Vec<f64>, StepSamples);
+
 /// Pauses with nothing beside them, and while the machine that was frozen before is written down.
-async fn persist_pauses(lab: &Lab) -> Result<(Vec<f64>, Vec<f64>)> {
+async fn persist_pauses(lab: &Lab) -> Result<[Pauses; 2]> {
     let (machine, _) = boot(lab, 256).await?;
     let mut guest = Guest::connect(machine).await?;
     let fill = format!("dd if=/dev/urandom of=/tmp/dirty bs=1M count={DIRTY_MIB} 2>/dev/null");
-    let (mut alone, mut beside) = (Vec::new(), Vec::new());
+    let mut both: [Pauses; 2] = Default::default();
     for _ in 0..SAMPLES {
         guest.sh(&fill).await?;
-        let (frozen, report) = lab.freeze(guest.machine.as_ref()).await?;
-        alone.push(ms(report.vcpu_pause));
+        let (frozen, alone) = lab.freeze(guest.machine.as_ref()).await?;
         guest.sh(&fill).await?;
-        let (persisted, report) = tokio::join!(frozen.persist(), lab.freeze(guest.machine.as_ref()));
+        let (persisted, beside) = tokio::join!(frozen.persist(), lab.freeze(guest.machine.as_ref()));
         persisted?;
-        beside.push(ms(report?.1.vcpu_pause));
+        for ((pauses, steps), report) in both.iter_mut().zip([alone, beside?.1]) {
+            pauses.push(ms(report.vcpu_pause));
+            steps.add_all(&report.steps);
+        }
         lab.engine.close().await;
     }
     guest.machine.stop().await?;
-    Ok((alone, beside))
+    Ok(both)
 }
 
 /// What a snapshot that copies all of memory cannot do without.
@@ -214,15 +250,16 @@ fn measured(name: &str, unit: &str, params: &Value, samples: &[f64]) -> Value {
 }
 
 async fn run(lab: &Lab) -> Result<Value> {
-    let (boots, creates) = (boots(lab).await?, creates(lab).await?);
+    let (boots, (creates, create_steps)) = (boots(lab).await?, creates(lab).await?);
     let (small, large) = (pauses(lab, 256).await?, pauses(lab, 1024).await?);
     let copies = full_copies(lab)?;
     let (idle, loaded) = disk_pauses(lab).await?;
-    let (alone, beside) = persist_pauses(lab).await?;
+    let [(alone, alone_steps), (beside, beside_steps)] = persist_pauses(lab).await?;
     let of = |over: &[f64], under: &[f64]| percentile(over, 50) / percentile(under, 50);
     let ratio = |name: &str, value: f64| measured(name, "ratio", &json!({}), &[value]);
     let params = |mib: u32| json!({"memory_mib": mib, "dirty_mib": DIRTY_MIB});
-    let results = [
+    let (nothing, persist) = (json!({"beside": "nothing"}), json!({"beside": "persist"}));
+    let mut results = vec![
         ratio("create_vs_cold_boot", of(&boots, &creates)),
         ratio("pause_vs_full_copy", of(&copies, &small)),
         ratio("pause_growth_256m_1g", of(&large, &small)),
@@ -235,15 +272,19 @@ async fn run(lab: &Lab) -> Result<Value> {
         measured("full_copy", "ms", &json!({"memory_mib": 256}), &copies),
         measured("fork_pause", "ms", &json!({"disk_extents": EXTENTS, "load": "none"}), &idle),
         measured("fork_pause", "ms", &json!({"disk_extents": EXTENTS, "load": "fsync"}), &loaded),
-        measured("fork_pause", "ms", &json!({"beside": "nothing"}), &alone),
-        measured("fork_pause", "ms", &json!({"beside": "persist"}), &beside),
+        measured("fork_pause", "ms", &nothing, &alone),
+        measured("fork_pause", "ms", &persist, &beside),
     ];
+    results.extend(create_steps.measured("create_step", &json!({"memory_mib": 256})));
+    results.extend(alone_steps.measured("fork_step", &nothing));
+    results.extend(beside_steps.measured("fork_step", &persist));
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpu = read("/proc/cpuinfo");
     let model =
         cpu.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(": "));
     let machine = json!({"cpu": model.map_or("", |(_, name)| name),
         "cores": std::thread::available_parallelism().map_or(1, usize::from),
+        "ram_mib": keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20,
         "kernel": read("/proc/sys/kernel/osrelease").trim()});
     Ok(json!({"machine": machine, "engine": "kvm", "results": results}))
 }

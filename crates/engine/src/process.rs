@@ -15,7 +15,7 @@ use std::{
 use tokio::{
     io::{AsyncReadExt, Interest, unix::AsyncFd},
     sync::watch,
-    task::JoinHandle,
+    task::{JoinError, JoinHandle},
     time::timeout,
 };
 
@@ -138,9 +138,24 @@ async fn reap(
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?
+    tokio::task::spawn_blocking(work).await.map_err(task_failed)?
+}
+
+/// Carries out what must not be left half done, also for a caller who goes away.
+pub(crate) async fn to_the_end<T: Send + 'static>(
+    work: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
+    tokio::spawn(work).await.map_err(task_failed)?
+}
+
+fn task_failed(error: JoinError) -> EngineError {
+    EngineError::Monitor(format!("task failed: {error}"))
+}
+
+/// CPU time that a monitor has used.
+pub(crate) fn cpu_time(process: &Process) -> Result<Option<Duration>> {
+    let failed = EngineError::at("read the CPU time of", Path::new("its monitor"));
+    keiki_sys::process::cpu_time(process.pid()).map_err(failed)
 }
 
 /// Removes a file. Gone already: no error.

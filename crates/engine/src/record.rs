@@ -5,6 +5,7 @@ use keiki_snapshot::Format;
 use keiki_types::Shape;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use tokio::sync::Mutex;
 
 /// Version of the schema.
 pub(crate) const VERSION: u32 = 1;
@@ -79,6 +80,25 @@ impl Record {
         let text = std::fs::read(Self::path(resources)).ok()?;
         serde_json::from_slice::<Self>(&text).ok().filter(|record| record.version == VERSION)
     }
+}
+
+/// Parks a machine, or lets it run, by `order`. The wish is recorded first: whoever finds the machine after a crash
+/// fulfils it.
+pub(crate) async fn set_paused(
+    record: &Mutex<Record>,
+    resources: &Resources,
+    paused: bool,
+    order: impl Future<Output = Result<()>>,
+) -> Result<()> {
+    let mut record = record.lock().await;
+    let before = std::mem::replace(&mut record.paused, paused);
+    record.save(resources)?;
+    let done = order.await;
+    if done.is_err() {
+        record.paused = before;
+        record.save(resources)?;
+    }
+    done
 }
 
 /// Removes everything that the engine keeps in a machine's resources.

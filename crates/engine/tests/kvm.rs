@@ -139,6 +139,31 @@ impl Lab {
         Ok(frozen.thaw(seat).await?.0)
     }
 
+    /// Thaws, and kills the zygote when it was picked and cannot have made a machine. It is the only process but these.
+    async fn thaw_without_zygote(
+        &self,
+        frozen: &Held,
+        others: &[u32],
+    ) -> Result<(keiki_engine::Result<Box<dyn Machine>>, Resources)> {
+        let zygotes = self.processes()?.into_iter().filter(|pid| !others.contains(pid));
+        let [zygote] = zygotes.collect::<Vec<_>>()[..] else { anyhow::bail!("not one zygote") };
+        let zygote = Process::open(zygote)?.context("gone")?;
+        let pid = rustix::process::Pid::from_raw(zygote.pid().try_into()?).context("none")?;
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP)?;
+        let resources = self.resources()?;
+        let seat = self.engine.seat(frozen.image(), resources.clone()).await?;
+        let held = Arc::clone(frozen);
+        let thaw = tokio::spawn(async move { held.thaw(seat).await });
+        // The memory under the machine is linked once the zygote is picked.
+        let begun = Instant::now();
+        while !resources.dir.join("vm.mem").exists() {
+            ensure!(begun.elapsed() < PATIENCE, "no zygote is picked");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        zygote.kill()?;
+        Ok((thaw.await?.map(|(machine, _)| machine), resources))
+    }
+
     /// The engine of a later process of the node.
     fn another(&self) -> Result<Kvm> {
         let vmm = std::env::var_os("KEIKI_TEST_VMM").context("unset meanwhile")?;
@@ -331,6 +356,42 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     lab.all_gone().await
 }
 
+/// Zygotes that end between being picked and being asked. Stored files make another; one that was never stored is lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thaw_outlives_the_zygote_of_stored_files() -> Result<()> {
+    let Some(lab) = lab()? else { return Ok(()) };
+    let parent = lab.boot().await?;
+    beyond(parent.as_ref(), 3).await?;
+    let fresh = lab.freeze(parent.as_ref()).await?;
+    let (thawed, resources) = lab.thaw_without_zygote(&fresh, &[pid(parent.as_ref())?]).await?;
+    let error = thawed.map(drop).err().context("thawed off nothing")?;
+    assert!(error.to_string().contains("cannot be talked to"), "{error}");
+    assert_eq!(fs::read_dir(&resources.dir)?.count(), 1, "only the run directory is left");
+    assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
+
+    let frozen = lab.freeze(parent.as_ref()).await?;
+    let instant = last(parent.as_ref()).await;
+    parent.stop().await?;
+    frozen.persist().await?;
+    for scope in [SharingScope::Node, SharingScope::Workspace("w".into())] {
+        let stored = lab.engine.load(&frozen.image().dir, scope).await?;
+        let (thawed, _) = lab.thaw_without_zygote(&stored, &[]).await?;
+        let machine = thawed?;
+        beyond(machine.as_ref(), instant + 2).await?;
+        // The one that was loaded instead stays.
+        let there = lab.processes()?;
+        assert_eq!(there.len(), 2, "{there:?}");
+        let again = lab.thaw(stored.as_ref()).await?;
+        beyond(again.as_ref(), instant + 2).await?;
+        assert_eq!(lab.processes()?.difference(&there).count(), 1);
+        machine.stop().await?;
+        again.stop().await?;
+        lab.engine.close().await;
+        lab.all_gone().await?;
+    }
+    Ok(())
+}
+
 /// Pages of a file that the kernel has in memory.
 fn cached(file: &std::path::Path) -> Result<u64> {
     let output = std::process::Command::new("fincore").args(["-n", "-o", "PAGES"]).arg(file).output()?;
@@ -503,6 +564,13 @@ fn is_grouped() -> bool {
     fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").is_ok_and(|there| there.contains("memory"))
 }
 
+/// The control group of a process.
+fn group_of(pid: u32) -> Result<PathBuf> {
+    let group = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    let group = group.trim().strip_prefix("0::/").context("no control group of version 2")?;
+    Ok(PathBuf::from("/sys/fs/cgroup").join(group))
+}
+
 impl Stranger {
     fn new(user: u32, of: u32) -> Result<Self> {
         let mut command = std::process::Command::new("setpriv");
@@ -511,11 +579,8 @@ impl Stranger {
         let (process, _) = Process::spawn(&mut command, Default::default())?;
         let stranger = Self(process);
         // A child is in its parent's control group.
-        let group = fs::read_to_string(format!("/proc/{of}/cgroup"))?;
         if is_grouped() {
-            let group = group.trim().strip_prefix("0::/").context("no control group of version 2")?;
-            let tasks = PathBuf::from("/sys/fs/cgroup").join(group).join("cgroup.procs");
-            fs::write(tasks, stranger.0.pid().to_string())?;
+            fs::write(group_of(of)?.join("cgroup.procs"), stranger.0.pid().to_string())?;
         }
         let begun = Instant::now();
         while !keiki_sys::process::of_user(user)?.iter().any(|process| process.pid() == stranger.0.pid()) {
@@ -726,6 +791,17 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     assert_ne!(user(machine.as_ref())?, user(other.as_ref())?);
     let id: u32 = user(child.as_ref())?.split(' ').next().context("no user")?.parse()?;
     assert!((FIRST_USER..FIRST_USER + USERS).contains(&id));
+    if is_grouped() {
+        let [one, two] = [group_of(pid(machine.as_ref())?)?, group_of(pid(child.as_ref())?)?];
+        assert_ne!(one, two, "each has a group of its own");
+        assert_eq!(one.parent(), two.parent(), "below that of their lineage");
+        let limit = |group: &std::path::Path, name: &str| fs::read_to_string(group.join(name));
+        // The machine, its zygote, its child: each with its guest's memory, and as much again for itself.
+        let sum = 3 * (u64::from(SHAPE.memory_mib) << 21);
+        let lineage = one.parent().context("no group above")?;
+        assert_eq!(limit(lineage, "memory.max")?.trim(), sum.to_string());
+        assert_eq!(limit(&one, "pids.max")?.trim(), "512");
+    }
     let mut complaints = BTreeSet::new();
     for machine in [&machine, &child] {
         let pid = pid(machine.as_ref())?;

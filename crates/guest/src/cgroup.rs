@@ -6,7 +6,7 @@
 //! Making a group and removing it take the kernel longer than starting a small program. So a group that has
 //! become empty is used again, and everything that is on somebody's way is a file that stays open.
 
-use crate::log;
+use crate::{log, sys};
 use rustix::fs::{Mode, OFlags};
 use std::{
     fs, io,
@@ -151,20 +151,24 @@ pub fn thaw_user() -> io::Result<()> {
 
 fn set_frozen(how: &[u8]) -> io::Result<()> {
     static SWITCH: OnceLock<fs::File> = OnceLock::new();
-    let switch = match SWITCH.get() {
-        Some(switch) => switch,
-        None => {
-            let opened = fs::OpenOptions::new().write(true).open(Path::new(USER).join("cgroup.freeze"))?;
-            SWITCH.get_or_init(|| opened)
-        }
-    };
+    let open = || fs::OpenOptions::new().write(true).open(Path::new(USER).join("cgroup.freeze"));
+    let switch = sys::kept_open(&SWITCH, open)?;
     rustix::io::pwrite(switch, how, 0)?;
     Ok(())
 }
 
+/// Is there any process of user work, in whatever group below its own?
+pub fn has_user_work() -> io::Result<bool> {
+    static EVENTS: OnceLock<fs::File> = OnceLock::new();
+    let events = sys::kept_open(&EVENTS, || fs::File::open(Path::new(USER).join("cgroup.events")))?;
+    let mut text = [0; 256];
+    let got = rustix::io::pread(events, &mut text, 0)?;
+    Ok(!says(&text[..got], b"populated 0"))
+}
+
 async fn freeze_and_wait() -> io::Result<()> {
     let events = fs::File::open(Path::new(USER).join("cgroup.events"))?;
-    let events = crate::sys::watch(events.into(), Interest::PRIORITY)?;
+    let events = sys::watch(events.into(), Interest::PRIORITY)?;
     set_frozen(b"1")?;
     loop {
         let mut text = [0; 256];

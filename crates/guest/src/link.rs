@@ -1,26 +1,29 @@
 //! One connection after another over the agent port.
 //!
 //! ```text
-//!   listen ──hello──> answered ──first byte of HTTP/2──> session ──end of file, error──> listen
-//!     ^                  │  ^                               │
-//!     └── anything else ─┘  └──────── another hello ────────┘
+//!   listen ──hello──> answered ──call──> carried out ──reply──> answered        the release gate
+//!     ^                  │  ^                │
+//!     │                  │  └─ another hello ┤
+//!     │                  └──'P' of HTTP/2──> session
+//!     └── end of file, error, anything else ─┘
 //! ```
 //!
 //! A machine may be frozen anywhere in this and wake up in a copy whose host knows nothing of it. Mostly the
 //! port then reads as ended. But a host that connects at once may be there before the guest has looked, and
-//! its hello arrives in the middle of a session, where HTTP/2 would take it for the rest of a frame it waits
-//! for. So a session looks for hellos too, and ends at one.
+//! its hello arrives in the middle of a call or session, which would take it for the rest of what it waits
+//! for. So both look for hellos too, and end at one.
 
 use crate::{individual::uptime, log, port::Port, service::Agent};
+use bytes::BytesMut;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
 use keiki_protocol::{
     AGENT_PORT, MAX_CALLS,
+    gate::{Call, GateError, HEAD, MAX_CALL, take_call},
     guest::guest_server::GuestServer,
     handshake::{HELLO_LEN, Hello, MARKER, Scanner},
-    secrets,
 };
 use std::{
     future::poll_fn,
@@ -43,8 +46,10 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 const STREAM_WINDOW: u32 = 128 << 10;
 /// Input in flight altogether.
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
-/// The largest message taken from the node: all secrets of a sandbox, and what comes with them.
-const MAX_MESSAGE: usize = secrets::MAX * secrets::MAX_BYTES + (1 << 20);
+/// Bytes read at a time where it is not HTTP/2 that reads.
+const READ: usize = 4096;
+/// What HTTP/2 begins with.
+const HTTP2: u8 = b'P';
 
 /// Serves the node for ever.
 pub async fn serve(agent: Agent) {
@@ -59,69 +64,57 @@ pub async fn serve(agent: Agent) {
     };
     let mut pending = vec![];
     loop {
-        let hello = match handshake(&port, pending, agent.generation()).await {
-            Ok((hello, first)) => {
-                pending = session(&port, first, &agent, hello).await;
-                continue;
+        pending = match connection(&port, pending, &agent).await {
+            Ok(pending) => pending,
+            Err(error) => {
+                log::line(&format!("agent port: {error}"));
+                sleep(Duration::from_millis(10)).await;
+                vec![]
             }
-            Err(error) => error,
         };
-        log::line(&format!("agent port: {hello}"));
-        pending = vec![];
-        sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// Finds a hello, answers it, and returns it with the first bytes of HTTP/2.
-async fn handshake(port: &Port, mut bytes: Vec<u8>, generation: u64) -> io::Result<(Hello, Vec<u8>)> {
+/// Serves one connection until it ends. Returns what was read of the next one.
+async fn connection(port: &Arc<Port>, pending: Vec<u8>, agent: &Agent) -> io::Result<Vec<u8>> {
+    let (hello, rest) = listen(port, pending).await?;
+    let ours = Hello { uptime_ms: uptime(), ..Hello::new(agent.generation(), hello.nonce) };
+    // Also to a node of another age, which can say then why it gives up.
+    send(port, &ours.encode()).await?;
+    if hello.agree().is_none() {
+        log::line(&format!("the node speaks protocol {} to {}", hello.oldest, hello.version));
+        return Ok(vec![]);
+    }
+    let mut input = Input { hello, watch: HelloWatch::default(), bytes: BytesMut::new() };
+    if let Some(pending) = input.take(&rest) {
+        return Ok(pending);
+    }
+    match gate(port, &mut input, agent).await? {
+        Some(pending) => Ok(pending),
+        None => Ok(session(port, input, agent).await),
+    }
+}
+
+/// Finds a hello. Returns it with what was read behind it.
+async fn listen(port: &Port, mut bytes: Vec<u8>) -> io::Result<(Hello, Vec<u8>)> {
     let mut scanner = Scanner::default();
-    let mut met: Option<Hello> = None;
     loop {
-        // After an answer, what is no hello is the session.
-        if let Some(hello) = met {
-            match bytes.first() {
-                Some(&first) if first != MARKER[0] => return Ok((hello, bytes)),
-                Some(_) if bytes.len() >= HELLO_LEN => {
-                    let (head, rest) = bytes.split_at(HELLO_LEN);
-                    let again = <&[u8; HELLO_LEN]>::try_from(head).ok().and_then(|h| Hello::decode(h).ok());
-                    if again == Some(hello) {
-                        bytes = rest.to_vec();
-                        continue;
-                    }
-                    met = None;
-                }
-                _ => {}
+        for (at, &byte) in bytes.iter().enumerate() {
+            if let Some(hello) = scanner.push(byte) {
+                return Ok((hello, bytes.split_off(at + 1)));
             }
         }
-        if met.is_none()
-            && let Some(at) =
-                bytes.iter().position(|&byte| scanner.push(byte).map(|h| met = Some(h)).is_some())
-        {
-            bytes.drain(..=at);
-            if let Some(hello) = met {
-                let ours = Hello { uptime_ms: uptime(), ..Hello::new(generation, hello.nonce) };
-                answer(port, ours).await?;
-            }
-            continue;
-        }
-        if met.is_none() {
-            bytes.clear();
-        }
-        let mut buffer = [0; 4096];
-        match poll_fn(|cx| port.poll_read(cx, &mut buffer)).await? {
-            0 => {
-                (met, bytes) = (None, vec![]);
-                port.changed(LOOK_AGAIN).await;
-            }
-            got => bytes.extend_from_slice(&buffer[..got]),
+        bytes.resize(READ, 0);
+        let got = poll_fn(|cx| port.poll_read(cx, &mut bytes)).await?;
+        bytes.truncate(got);
+        if got == 0 {
+            port.changed(LOOK_AGAIN).await;
         }
     }
 }
 
-/// Sends a hello, unless the host stops listening.
-async fn answer(port: &Port, hello: Hello) -> io::Result<()> {
-    let wire = hello.encode();
-    let mut left: &[u8] = &wire;
+/// Sends it, unless the host stops listening.
+async fn send(port: &Port, mut left: &[u8]) -> io::Result<()> {
     let send = async {
         while !left.is_empty() {
             left = &left[poll_fn(|cx| port.poll_write(cx, left)).await?..];
@@ -131,16 +124,107 @@ async fn answer(port: &Port, hello: Hello) -> io::Result<()> {
     tokio::time::timeout(Duration::from_secs(1), send).await.unwrap_or(Ok(()))
 }
 
-/// Speaks HTTP/2 until the connection ends. Returns what was read of the next one.
-async fn session(port: &Arc<Port>, first: Vec<u8>, agent: &Agent, hello: Hello) -> Vec<u8> {
-    if hello.agree().is_none() {
-        log::line(&format!("the node speaks protocol {} to {}", hello.oldest, hello.version));
-        return vec![];
+/// Carries out calls of the release gate until HTTP/2 begins. If the connection ends before: what was read of the next one.
+async fn gate(port: &Port, input: &mut Input, agent: &Agent) -> io::Result<Option<Vec<u8>>> {
+    loop {
+        match input.next() {
+            Ok(Some(Next::Http2)) => return Ok(None),
+            Ok(Some(Next::Call(call))) => {
+                // First the work: mostly it is done before anything could be read.
+                let reply = tokio::select! {
+                    biased;
+                    reply = agent.gate(call) => reply,
+                    pending = input.end(port) => return pending.map(Some),
+                };
+                send(port, &reply).await?;
+            }
+            Ok(None) => {
+                if let Some(pending) = input.more(port).await? {
+                    return Ok(Some(pending));
+                }
+            }
+            Err(error) => {
+                log::line(&format!("agent port: {error}"));
+                // A hello may have begun in it.
+                return Ok(Some(std::mem::take(&mut input.watch.candidate)));
+            }
+        }
     }
+}
+
+/// What a host says until HTTP/2 begins.
+#[derive(Debug)]
+struct Input {
+    /// It began with this.
+    hello: Hello,
+    watch: HelloWatch,
+    bytes: BytesMut,
+}
+
+/// What comes next in it.
+#[derive(Debug)]
+enum Next {
+    Call(Call),
+    Http2,
+}
+
+impl Input {
+    /// What its bytes begin with. None: not all of it is there.
+    fn next(&mut self) -> Result<Option<Next>, GateError> {
+        match self.bytes.first() {
+            Some(&HTTP2) => Ok(Some(Next::Http2)),
+            // The hello again.
+            Some(&first) if first == MARKER[0] && self.bytes.len() < HELLO_LEN => Ok(None),
+            _ => Ok(take_call(&mut self.bytes)?.map(Next::Call)),
+        }
+    }
+
+    /// Reads on. If the connection ends here: what was read of the next one.
+    async fn more(&mut self, port: &Port) -> io::Result<Option<Vec<u8>>> {
+        let mut buffer = [0; READ];
+        match poll_fn(|cx| port.poll_read(cx, &mut buffer)).await? {
+            0 => Ok(Some(vec![])),
+            got => Ok(self.take(&buffer[..got])),
+        }
+    }
+
+    /// Waits for the end of the connection; what comes instead is for later.
+    async fn end(&mut self, port: &Port) -> io::Result<Vec<u8>> {
+        while self.bytes.len() <= HEAD + MAX_CALL {
+            if let Some(pending) = self.more(port).await? {
+                return Ok(pending);
+            }
+        }
+        Ok(vec![])
+    }
+
+    /// Takes what was read. If another connection begins in it: that. Its own hello may come again.
+    fn take(&mut self, read: &[u8]) -> Option<Vec<u8>> {
+        let mut found = self.watch.feed(read);
+        if found.is_none() {
+            self.bytes.extend_from_slice(read);
+        }
+        while let Some(pending) = found {
+            self.bytes.clear();
+            let (head, rest) = pending.split_first_chunk::<HELLO_LEN>()?;
+            if Hello::decode(head) != Ok(self.hello) {
+                return Some(pending);
+            }
+            found = self.watch.feed(rest);
+            if found.is_none() {
+                self.bytes.extend_from_slice(rest);
+            }
+        }
+        None
+    }
+}
+
+/// Speaks HTTP/2 until the connection ends. Returns what was read of the next one.
+async fn session(port: &Arc<Port>, input: Input, agent: &Agent) -> Vec<u8> {
     let over = Arc::new(Over::default());
-    let stream = Stream { port: port.clone(), first, watch: HelloWatch::default(), over: over.clone() };
+    let stream = Stream { port: port.clone(), first: input.bytes, watch: input.watch, over: over.clone() };
     let tasks = Tasks::default();
-    let server = GuestServer::new(agent.clone()).max_decoding_message_size(MAX_MESSAGE);
+    let server = GuestServer::new(agent.clone()).max_decoding_message_size(MAX_CALL);
     let connection = hyper::server::conn::http2::Builder::new(tasks.clone())
         .timer(TokioTimer::new())
         .initial_stream_window_size(STREAM_WINDOW)
@@ -187,7 +271,7 @@ impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tasks {
 /// The port as HTTP/2 sees it.
 struct Stream {
     port: Arc<Port>,
-    first: Vec<u8>,
+    first: BytesMut,
     watch: HelloWatch,
     over: Arc<Over>,
 }
@@ -208,8 +292,7 @@ impl AsyncRead for Stream {
     ) -> Poll<io::Result<()>> {
         if !self.first.is_empty() {
             let take = self.first.len().min(buffer.remaining());
-            buffer.put_slice(&self.first[..take]);
-            self.first.drain(..take);
+            buffer.put_slice(&self.first.split_to(take));
             return Poll::Ready(Ok(()));
         }
         let this = &mut *self;
@@ -244,7 +327,7 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// Finds a hello in a session's input, over the edges of what is read at a time.
+/// Finds a hello in a connection's input, over the edges of what is read at a time.
 #[derive(Debug, Default)]
 struct HelloWatch {
     candidate: Vec<u8>,
@@ -285,9 +368,32 @@ impl HelloWatch {
 
 #[cfg(test)]
 mod tests {
-    use super::HelloWatch;
-    use keiki_protocol::handshake::Hello;
+    use super::{HelloWatch, Input, Next};
+    use bytes::BytesMut;
+    use keiki_protocol::{
+        gate::{Call, GateError, call},
+        guest::{Individual, ThawUserRequest},
+        handshake::{HELLO_LEN, Hello, Scanner},
+    };
     use proptest::prelude::{any, prop};
+
+    fn input(hello: Hello) -> Input {
+        Input { hello, watch: HelloWatch::default(), bytes: BytesMut::new() }
+    }
+
+    #[test]
+    fn what_is_no_call_ends_a_connection() {
+        let next = |bytes: &[u8]| {
+            let mut input = input(Hello::new(1, [2; 16]));
+            assert_eq!(input.take(bytes), None);
+            input.next()
+        };
+        assert!(matches!(next(b"PRI * HTTP/2.0"), Ok(Some(Next::Http2))));
+        assert!(matches!(next(&[9, 9]), Err(GateError::Kind(9))));
+        assert!(matches!(next(&[0xff; HELLO_LEN - 1]), Ok(None)));
+        assert!(matches!(next(&[0xff; HELLO_LEN]), Err(GateError::Kind(0xff))));
+        assert!(matches!(next(&[2, 0xff, 0xff, 0xff, 0xff]), Err(GateError::Length(..))));
+    }
 
     #[test]
     fn a_damaged_hello_is_data() {
@@ -313,6 +419,59 @@ mod tests {
             });
             let expected = &stream[before.len()..fed];
             assert_eq!(found.as_deref(), Some(expected));
+        }
+
+        /// A host that repeats its hello, makes two calls and goes over to HTTP/2, wherever reads end.
+        #[test]
+        fn calls_are_found_behind_repeated_hellos(
+            repeats in 0usize..4,
+            entropy in prop::collection::vec(any::<u8>(), 0..300),
+            size in 1usize..400,
+        ) {
+            let hello = Hello::new(1, [2; 16]);
+            let order = Individual { entropy: entropy.into(), ..Individual::default() };
+            let stream =
+                [&hello.encode().repeat(repeats)[..], &call(&order), &call(&ThawUserRequest {}), b"PRI *"].concat();
+            let (mut input, mut found) = (input(hello), vec![]);
+            for chunk in stream.chunks(size) {
+                assert_eq!(input.take(chunk), None);
+                while let Some(Next::Call(call)) = input.next().unwrap() {
+                    found.push(call);
+                }
+            }
+            assert_eq!(found, [Call::Individualize(order.into()), Call::ThawUser(ThawUserRequest {})]);
+            assert!(matches!(input.next(), Ok(Some(Next::Http2))));
+            assert!(b"PRI *".ends_with(&input.bytes) && !input.bytes.is_empty());
+        }
+
+        /// A copy of a machine that was frozen anywhere in a call: its own host's hello is found.
+        #[test]
+        fn another_hello_ends_a_call_at_any_byte(
+            entropy in prop::collection::vec(prop::sample::select(vec![0xffu8, b'K', 0, 7]), 0..300),
+            cut in any::<prop::sample::Index>(),
+            after in prop::collection::vec(any::<u8>(), 0..50),
+            size in 1usize..400,
+        ) {
+            let order = Individual { entropy: entropy.into(), ..Individual::default() };
+            let wire = call(&order);
+            let before = &wire[..cut.index(wire.len())];
+            let other = Hello::new(3, [4; 16]).encode();
+            let stream = [before, &other, &after].concat();
+            let mut input = input(Hello::new(1, [2; 16]));
+            let mut fed = 0;
+            // What the next connection begins with.
+            let pending = stream.chunks(size).find_map(|chunk| {
+                fed += chunk.len();
+                input.take(chunk).or_else(|| match input.next() {
+                    // A part of the hello may have been the rest of the call.
+                    Ok(_) => None,
+                    Err(_) => Some(std::mem::take(&mut input.watch.candidate)),
+                })
+            });
+            let mut scanner = Scanner::default();
+            let rest = [&pending.unwrap()[..], &stream[fed..]].concat();
+            let at = rest.iter().position(|&byte| scanner.push(byte).is_some()).unwrap();
+            assert!(rest[..=at].ends_with(&other) && rest[at + 1..] == after);
         }
     }
 }

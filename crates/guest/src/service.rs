@@ -1,4 +1,4 @@
-//! The RPCs: what the node asks, passed on to the parts that do it, and their errors as codes.
+//! The calls: what the node asks, passed on to the parts that do it, and their errors as codes.
 
 use crate::{
     archive, cgroup, dial,
@@ -22,7 +22,10 @@ use keiki_protocol::guest::{
     UnpackReply, WatchEvent, WatchRequest, WipeSecretsRequest, WriteChunk, WriteReply, exec_event::Event,
     guest_server::Guest,
 };
-use keiki_protocol::seal::{Key, Plain, seal};
+use keiki_protocol::{
+    gate::{Call, reply},
+    seal::{Key, Plain, seal},
+};
 use std::{
     fs, io,
     pin::Pin,
@@ -95,11 +98,47 @@ impl Agent {
         Ok(Response::new(InputReply { accepted }))
     }
 
-    async fn thaw(&self) -> Result<(), Status> {
+    /// Carries out a call of the release gate. Returns the reply as it is sent.
+    pub async fn gate(&self, call: Call) -> Bytes {
+        match call {
+            Call::SecretKey(ask) => reply(&self.new_key(&ask)),
+            Call::Individualize(order) => reply(&self.individualize(*order).await),
+            Call::ThawUser(_) => reply(&self.thaw().await),
+        }
+    }
+
+    fn new_key(&self, ask: &SecretKeyRequest) -> Result<SecretKeyReply, Status> {
+        Identity::refresh(&ask.entropy).map_err(individual_status)?;
+        let (key, public_key) = Key::new();
+        *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key);
+        Ok(SecretKeyReply { public_key: public_key.into() })
+    }
+
+    async fn individualize(&self, mut order: Individual) -> Result<IndividualAck, Status> {
+        let given = self.open(&order.secrets.take().unwrap_or_default())?;
+        let ack = self.identity.become_new(&order, &given).await.map_err(individual_status)?;
+        drop(given);
+        let identity = self.identity.clone();
+        tokio::spawn(async move {
+            sleep(ANNOUNCE_AFTER).await;
+            // A copy made meanwhile is somebody else, and announces that itself.
+            if identity.generation() != order.generation {
+                return;
+            }
+            log::line(&format!("generation {} ({})", order.generation, order.reason));
+            if !order.hostname.is_empty() {
+                spawn_blocking(move || announce(&order.hostname));
+            }
+        });
+        Ok(ack)
+    }
+
+    async fn thaw(&self) -> Result<ThawUserReply, Status> {
+        let begin = Instant::now();
         let mut frozen = self.frozen.lock().await;
         cgroup::thaw_user().map_err(|error| failed("thaw", &error))?;
         *frozen = None;
-        Ok(())
+        Ok(ThawUserReply { micros: micros(begin) })
     }
 }
 
@@ -159,39 +198,11 @@ impl Guest for Agent {
     }
 
     async fn thaw_user(&self, _: Request<ThawUserRequest>) -> Answer<ThawUserReply> {
-        let begin = Instant::now();
-        self.thaw().await?;
-        Ok(Response::new(ThawUserReply { micros: micros(begin) }))
-    }
-
-    async fn individualize(&self, request: Request<Individual>) -> Answer<IndividualAck> {
-        let mut order = request.into_inner();
-        let given = self.open(&order.secrets.take().unwrap_or_default())?;
-        let ack = self.identity.become_new(&order, &given).await.map_err(individual_status)?;
-        drop(given);
-        if order.thaw_user {
-            self.thaw().await?;
-        }
-        let identity = self.identity.clone();
-        tokio::spawn(async move {
-            sleep(ANNOUNCE_AFTER).await;
-            // A copy made meanwhile is somebody else, and announces that itself.
-            if identity.generation() != order.generation {
-                return;
-            }
-            log::line(&format!("generation {} ({})", order.generation, order.reason));
-            if !order.hostname.is_empty() {
-                spawn_blocking(move || announce(&order.hostname));
-            }
-        });
-        Ok(Response::new(ack))
+        self.thaw().await.map(Response::new)
     }
 
     async fn secret_key(&self, request: Request<SecretKeyRequest>) -> Answer<SecretKeyReply> {
-        Identity::refresh(&request.into_inner().entropy).map_err(individual_status)?;
-        let (key, public_key) = Key::new();
-        *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key);
-        Ok(Response::new(SecretKeyReply { public_key: public_key.into() }))
+        self.new_key(&request.into_inner()).map(Response::new)
     }
 
     async fn read_secrets(&self, request: Request<ReadSecretsRequest>) -> Answer<SealedSecrets> {

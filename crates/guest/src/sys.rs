@@ -11,10 +11,12 @@ use rustix::{io::Errno, process::Pid};
 use std::{
     arch::asm,
     ffi::{CString, c_char, c_int, c_long},
+    fs::File,
     io,
     net::Ipv4Addr,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
     ptr,
+    sync::OnceLock,
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -339,6 +341,20 @@ fn inet(ip: Ipv4Addr) -> libc::sockaddr {
 
 fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A file that is opened at its first use only: opening again would be the longest part of what is done with it.
+pub fn kept_open(
+    place: &'static OnceLock<File>,
+    open: impl FnOnce() -> io::Result<File>,
+) -> io::Result<&'static File> {
+    match place.get() {
+        Some(file) => Ok(file),
+        None => {
+            let file = open()?;
+            Ok(place.get_or_init(|| file))
+        }
+    }
 }
 
 /// A second descriptor of the same open file, closed on exec.

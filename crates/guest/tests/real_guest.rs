@@ -9,17 +9,21 @@ mod machine;
 
 use bytes::Bytes;
 use keiki_protocol::{
+    client::Opened,
+    gate::call,
     guest::{
         AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
         ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
         RenameRequest, ResizeRequest, SealedSecrets, SecretKeyRequest, ShutdownRequest, SignalRequest,
         SymlinkRequest, ThawUserRequest, WipeSecretsRequest, WriteChunk, WriteHeader, exec_event::Event,
     },
+    handshake::Hello,
     seal::{Key, Plain, seal},
 };
 use machine::{Client, Machine, argv, collect, id, run, shell};
 use std::time::{Duration, Instant};
-use tonic::Code;
+use tokio::io::AsyncWriteExt;
+use tonic::{Code, Status};
 
 #[tokio::test]
 #[ignore = "needs a kernel, an initrd and a disk image"]
@@ -36,8 +40,8 @@ async fn everything_in_one_guest() {
     endings(&client).await;
     input_and_terminal(&client).await;
     files(&client).await;
-    individual(&client).await;
-    renewal(&client).await;
+    let client = individual(&machine, client).await;
+    let client = renewal(&machine, client).await;
     freezing(&client).await;
     drop(client);
     reconnecting(&machine).await;
@@ -78,12 +82,12 @@ async fn a_copy_in_another_process_listens_again() {
         let copy = Machine::load(dir.path(), name, &state);
         let begin = Instant::now();
         // Once after the guest could see that its host was gone, once before: then it cannot.
-        let (client, _) = if name == "b" {
+        let (mut gate, _) = if name == "b" {
             copy.go_on(name);
             tokio::time::sleep(Duration::from_millis(300)).await;
-            copy.connect(generation).await
+            copy.open(generation).await
         } else {
-            let (met, ()) = tokio::join!(copy.connect(generation), async {
+            let (met, ()) = tokio::join!(copy.open(generation), async {
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 copy.go_on(name);
             });
@@ -91,8 +95,9 @@ async fn a_copy_in_another_process_listens_again() {
         };
         println!("copy {name}: connected after {} ms", begin.elapsed().as_millis());
         let begin = Instant::now();
-        become_new(&client, generation, false).await;
+        become_new(&mut gate, generation).await;
         println!("copy {name}: individual after {} ms", begin.elapsed().as_millis());
+        let client = gate.client().await.unwrap();
         assert_eq!(run(&client, shell("cat /run/keiki/generation")).await.out(), generation.to_string());
         let request = AttachRequest { id: "counter".into(), ..AttachRequest::default() };
         let mut stream = client.clone().attach(request).await.unwrap().into_inner();
@@ -399,26 +404,44 @@ fn order(generation: u64) -> Individual {
         reason: "fork".into(),
         is_new: true,
         run_hooks: true,
-        thaw_user: true,
         sandbox_id: "copy".into(),
         parent_sandbox_id: "original".into(),
         ..Individual::default()
     }
 }
 
-async fn become_new(client: &Client, generation: u64, thaw_user: bool) {
-    let order = Individual { thaw_user, ..order(generation) };
-    let ack = client.clone().individualize(order).await.unwrap().into_inner();
+async fn become_new(gate: &mut Opened, generation: u64) {
+    let ack = gate.call(&order(generation)).await.unwrap();
     println!("{ack:?}");
     assert_eq!(ack.generation, generation);
 }
 
-async fn individual(client: &Client) {
+/// Through the gate, as a machine that was frozen meanwhile would go: the connection behind it. Refused: user work still stands.
+async fn renew(machine: &Machine, client: Client, order: Individual) -> Result<Client, (Client, Status)> {
     client.clone().freeze_user(FreezeUserRequest { timeout_ms: 2000 }).await.unwrap();
-    become_new(client, 7, true).await;
+    drop(client);
+    let (mut gate, _) = machine.open(order.generation).await;
+    let refused = match gate.call(&order).await {
+        Ok(ack) => {
+            println!("{ack:?}");
+            assert_eq!(ack.generation, order.generation);
+            gate.call(&ThawUserRequest {}).await.unwrap();
+            None
+        }
+        Err(status) => Some(status),
+    };
+    let client = gate.client().await.unwrap();
+    match refused {
+        None => Ok(client),
+        Some(status) => Err((client, status)),
+    }
+}
+
+async fn individual(machine: &Machine, client: Client) -> Client {
+    let client = renew(machine, client, order(7)).await.unwrap();
     // It runs at all: user work goes on. The hosts file comes a little later.
     let found = "hostname; until getent hosts host-7; do sleep 0.1; done";
-    let done = run(client, shell(&format!("{found}; cat /run/keiki/generation; date +%s"))).await;
+    let done = run(&client, shell(&format!("{found}; cat /run/keiki/generation; date +%s"))).await;
     let text = done.out();
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     let lines: Vec<&str> = text.lines().collect();
@@ -427,34 +450,48 @@ async fn individual(client: &Client) {
     assert!(lines[2].starts_with('7'), "{text}");
     let clock: u64 = lines[2][1..].parse().unwrap();
     assert!(now.abs_diff(clock) < 5, "{text} {now}");
-    let again = Individual { generation: 7, entropy: vec![1; 64].into(), ..Individual::default() };
-    assert_eq!(client.clone().individualize(again).await.unwrap_err().code(), Code::FailedPrecondition);
+    // Not a second time, after which the same connection goes on.
+    drop(client);
+    let (mut gate, _) = machine.open(7).await;
+    assert_eq!(gate.call(&order(7)).await.unwrap_err().code(), Code::FailedPrecondition);
+    assert!(gate.call(&Individual::default()).await.unwrap_err().message().contains("not greater than"));
+    // Nor does hello have to be said at its beginning only.
+    assert_eq!(gate.meet().await.unwrap().hello.generation, 7);
+    let client = gate.client().await.unwrap();
+    assert_eq!(run(&client, shell("echo on")).await.out(), "on\n");
+    drop(client);
+    // Half a call, and then another host.
+    let mut cut = machine.raw().await;
+    cut.write_all(&Hello::new(8, [3; 16]).encode()).await.unwrap();
+    cut.write_all(&call(&order(8))[..50]).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    drop(cut);
+    let (client, hello) = machine.connect(8).await;
+    assert_eq!(hello.generation, 7);
     println!("individual: ok");
+    client
 }
 
 /// What identifies a machine is new in a copy and stays over a wake; hooks run in between and can refuse.
-async fn renewal(client: &Client) {
+async fn renewal(machine: &Machine, client: Client) -> Client {
     let identity =
         "cat /etc/machine-id; cat /var/lib/systemd/random-seed | md5sum; cat /etc/dhcpcd.duid 2>&1";
     let prepare = "mkdir -p /var/lib/systemd /etc/keiki/thaw.d && head -c 512 /dev/zero >/var/lib/systemd/random-seed \
         && echo duid >/etc/dhcpcd.duid";
-    assert_eq!(run(client, shell(prepare)).await.exit.code, 0);
-    let first = run(client, shell(identity)).await.out();
-    let renew = |order: Individual| async move {
-        client.clone().freeze_user(FreezeUserRequest { timeout_ms: 2000 }).await.unwrap();
-        client.clone().individualize(order).await
-    };
-    renew(Individual { is_new: false, reason: "wake".into(), ..order(8) }).await.unwrap();
-    assert_eq!(run(client, shell(identity)).await.out(), first);
-    renew(order(9)).await.unwrap();
-    let second = run(client, shell(identity)).await.out();
+    assert_eq!(run(&client, shell(prepare)).await.exit.code, 0);
+    let first = run(&client, shell(identity)).await.out();
+    let wake = Individual { is_new: false, reason: "wake".into(), ..order(8) };
+    let client = renew(machine, client, wake).await.unwrap();
+    assert_eq!(run(&client, shell(identity)).await.out(), first);
+    let client = renew(machine, client, order(9)).await.unwrap();
+    let second = run(&client, shell(identity)).await.out();
     let (one, two): (Vec<_>, Vec<_>) = (first.lines().collect(), second.lines().collect());
     assert!(one[0].len() == 32 && two[0].len() == 32 && one[0] != two[0], "{first}{second}");
     assert!(one[1] != two[1] && one[2] == "duid" && two[2].contains("No such file"), "{first}{second}");
     let keep = "printf 'machine-id\\nduid\\n' >/etc/keiki/keep; echo duid >/etc/dhcpcd.duid";
-    assert_eq!(run(client, shell(keep)).await.exit.code, 0);
-    renew(order(10)).await.unwrap();
-    let third = run(client, shell(identity)).await.out();
+    assert_eq!(run(&client, shell(keep)).await.exit.code, 0);
+    let client = renew(machine, client, order(10)).await.unwrap();
+    let third = run(&client, shell(identity)).await.out();
     assert_eq!((third.lines().next(), third.lines().last()), (Some(two[0]), Some("duid")));
 
     let secret = |name: &str, owner: &str| Plain {
@@ -462,13 +499,14 @@ async fn renewal(client: &Client) {
         value: zeroize::Zeroizing::new(name.into()),
         owner: owner.into(),
     };
-    let given = sealed(client, &[secret("ONE", ""), secret("TWO", "nobody")]).await;
-    renew(Individual { secrets: Some(given.clone()), ..order(11) }).await.unwrap();
-    let again = renew(Individual { secrets: Some(given), ..order(12) }).await.unwrap_err();
+    let given = sealed(&client, &[secret("ONE", ""), secret("TWO", "nobody")]).await;
+    let with = |generation| Individual { secrets: Some(given.clone()), ..order(generation) };
+    let client = renew(machine, client, with(11)).await.unwrap();
+    let (client, again) = renew(machine, client, with(12)).await.unwrap_err();
     assert!(again.message().contains("without a key"), "a key opened two messages: {again}");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
-    let seen = run(client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
+    let seen = run(&client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
     assert_eq!(seen, "ONETWO400 root\n400 nobody\n");
     let (key, public_key) = Key::new();
     let one = vec!["ONE".to_owned()];
@@ -477,38 +515,40 @@ async fn renewal(client: &Client) {
     assert_eq!(read, [secret("ONE", "")]);
     client.clone().wipe_secrets(WipeSecretsRequest { names: one }).await.unwrap();
     assert_eq!(
-        run(client, shell(&names("od -An -c ONE"))).await.out().split_whitespace().collect::<String>(),
+        run(&client, shell(&names("od -An -c ONE"))).await.out().split_whitespace().collect::<String>(),
         "\\0\\0\\0"
     );
-    let back = sealed(client, &read).await;
+    let back = sealed(&client, &read).await;
     client.clone().put_secrets(back).await.unwrap();
-    assert_eq!(run(client, shell(&names("cat ONE"))).await.out(), "ONE");
-    renew(Individual { keep_secrets: vec!["TWO".into()], ..order(12) }).await.unwrap();
-    assert_eq!(run(client, shell(&names("ls"))).await.out(), "TWO\n");
+    assert_eq!(run(&client, shell(&names("cat ONE"))).await.out(), "ONE");
+    let keep = Individual { keep_secrets: vec!["TWO".into()], ..order(12) };
+    let client = renew(machine, client, keep).await.unwrap();
+    assert_eq!(run(&client, shell(&names("ls"))).await.out(), "TWO\n");
 
     let hooks = "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\nenv | grep ^KEIKI_ | sort >/tmp/hook' >10-env && chmod +x 10-env";
-    assert_eq!(run(client, shell(hooks)).await.exit.code, 0);
-    renew(order(13)).await.unwrap();
+    assert_eq!(run(&client, shell(hooks)).await.exit.code, 0);
+    let client = renew(machine, client, order(13)).await.unwrap();
     assert_eq!(
-        run(client, shell("cat /tmp/hook")).await.out(),
+        run(&client, shell("cat /tmp/hook")).await.out(),
         "KEIKI_GENERATION=13\nKEIKI_PARENT_SANDBOX_ID=original\nKEIKI_PARENT_SNAPSHOT_ID=\nKEIKI_REASON=fork\nKEIKI_SANDBOX_ID=copy\n"
     );
     let refuse =
         "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\necho no licence >&2; exit 3' >20-no && chmod +x 20-no";
-    assert_eq!(run(client, shell(refuse)).await.exit.code, 0);
-    let status = renew(order(14)).await.unwrap_err();
+    assert_eq!(run(&client, shell(refuse)).await.exit.code, 0);
+    let (client, status) = renew(machine, client, order(14)).await.unwrap_err();
     assert!(status.message().contains("hook 20-no ended with 3: no licence"), "{status}");
     let info = client.clone().info(InfoRequest {}).await.unwrap().into_inner();
     assert!(info.user_frozen, "a machine that was not released runs");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let late = "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\nsleep 1000' >20-no";
-    assert_eq!(run(client, shell(late)).await.exit.code, 0);
-    let status = renew(order(15)).await.unwrap_err();
+    assert_eq!(run(&client, shell(late)).await.exit.code, 0);
+    let (client, status) = renew(machine, client, order(15)).await.unwrap_err();
     assert!(status.message().contains("did not end within 10 s"), "{status}");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
-    let left = run(client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
+    let left = run(&client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
     assert_eq!(left, "0\n", "a hook that was given up still runs");
     println!("renewal: ok");
+    client
 }
 
 async fn sealed(client: &Client, secrets: &[Plain]) -> SealedSecrets {

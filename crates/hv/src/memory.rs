@@ -11,6 +11,9 @@
 //! a block that was discarded. `MADV_DONTNEED` on a mapping of a file would show the file again (DESIGN finding 5), so
 //! a discarded block is replaced by fresh anonymous memory, and remembered: pages that it does not have are
 //! zeroes, not the file's.
+//!
+//! Blocks that are holes of the file are anonymous memory from the start, and all anonymous memory is asked to have huge
+//! pages: what a machine fills that its template left free is then copied by a fork in a 512th of the entries (RFD 009).
 #![allow(unsafe_code)]
 
 use crate::{Error, Result};
@@ -31,7 +34,8 @@ use vm_memory::{
 
 /// Where devices live below 4 GiB: no RAM.
 pub const HOLE: Range<u64> = 3 << 30..4 << 30;
-/// Memory is discarded in blocks of this size where it lies over a file: each costs the kernel a mapping.
+/// Memory lies over a file in blocks of this size, and is discarded in them there: each may cost the kernel a mapping. A huge
+/// page is as large.
 pub const BLOCK: u64 = 2 << 20;
 const PAGE: u64 = keiki_sys::pages::PAGE;
 const MIN: u64 = 1 << 20;
@@ -85,8 +89,38 @@ pub struct GuestRam {
     memory: Memory,
     spans: Vec<Span>,
     size: u64,
-    /// A bit for each block: set while it lies over a file.
-    over_file: Arc<[AtomicU64]>,
+    /// Blocks that lay over a file when it was mapped.
+    mapped: Blocks,
+    /// Those that still do.
+    over_file: Blocks,
+}
+
+/// A set of blocks: a bit for each.
+#[derive(Debug, Clone)]
+struct Blocks(Arc<[AtomicU64]>);
+
+impl Blocks {
+    /// None of those that RAM of this size has.
+    fn none(size: u64) -> Self {
+        Self((0..size.div_ceil(BLOCK).div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn word(&self, block: u64) -> &AtomicU64 {
+        let last = self.0.len() - 1;
+        &self.0[bytes(block / 64).min(last)]
+    }
+
+    fn has(&self, block: u64) -> bool {
+        self.word(block).load(Ordering::Relaxed) & 1 << (block % 64) != 0
+    }
+
+    fn add(&self, block: u64) {
+        self.word(block).fetch_or(1 << (block % 64), Ordering::Relaxed);
+    }
+
+    fn remove(&self, block: u64) {
+        self.word(block).fetch_and(!(1 << (block % 64)), Ordering::Relaxed);
+    }
 }
 
 impl GuestRam {
@@ -108,14 +142,9 @@ impl GuestRam {
         }
         let memory = Memory::from_regions(regions)
             .map_err(|error| Error::Call("laying out guest memory", io::Error::other(error)))?;
-        let words = size.div_ceil(BLOCK).div_ceil(64);
-        let over_file = (0..words).map(|_| AtomicU64::new(0)).collect();
-        let ram = Self { memory, spans, size, over_file };
+        let ram = Self { memory, spans, size, mapped: Blocks::none(size), over_file: Blocks::none(size) };
         if huge == HugePages::Advise {
-            for span in ram.spans.clone() {
-                ram.advise(span.host..span.host + span.len, libc::MADV_HUGEPAGE)
-                    .map_err(Error::io("asking for huge pages"))?;
-            }
+            ram.spans.iter().for_each(|span| ram.advise_huge(span.host, span.len));
         }
         Ok(ram)
     }
@@ -126,14 +155,22 @@ impl GuestRam {
     /// # Errors
     /// If the file's size is not possible, or those of mapping.
     pub fn over(file: &File) -> Result<Self> {
-        let size = file.metadata().map_err(Error::io("looking at the memory file"))?.len();
-        let ram = Self::anonymous(size, HugePages::No)?;
-        for span in &ram.spans {
-            map_fixed(span.host, span.len, Some((file, span.offset)))
-                .map_err(Error::io("mapping the memory file"))?;
-        }
-        for block in 0..size.div_ceil(BLOCK) {
-            ram.word(block).fetch_or(1 << (block % 64), Ordering::Relaxed);
+        let looking = "looking at the memory file";
+        let size = file.metadata().map_err(Error::io(looking))?.len();
+        let ram = Self::anonymous(size, HugePages::Advise)?;
+        for data in keiki_sys::sparse::data(file, BLOCK).map_err(Error::io(looking))? {
+            for span in &ram.spans {
+                let from = data.start.max(span.offset);
+                let to = data.end.min(span.offset + span.len);
+                if from < to {
+                    map_fixed(span.host + (from - span.offset), to - from, Some((file, from)))
+                        .map_err(Error::io("mapping the memory file"))?;
+                }
+            }
+            for block in data.start / BLOCK..data.end.div_ceil(BLOCK) {
+                ram.mapped.add(block);
+                ram.over_file.add(block);
+            }
         }
         Ok(ram)
     }
@@ -184,12 +221,13 @@ impl GuestRam {
             let part = at..whole.end.min(range.end);
             let host = span.host + (part.start - span.offset);
             let len = part.end - part.start;
-            if !self.is_over_file(block) {
+            if !self.over_file.has(block) {
                 self.advise(host..host + len, libc::MADV_DONTNEED)?;
                 freed += len;
             } else if part == whole {
                 map_fixed(host, len, None)?;
-                self.word(block).fetch_and(!(1 << (block % 64)), Ordering::Relaxed);
+                self.over_file.remove(block);
+                self.advise_huge(host, len);
                 freed += len;
             }
             at = part.end;
@@ -201,7 +239,8 @@ impl GuestRam {
     #[must_use]
     pub fn detached(&self) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
-        for block in (0..self.size.div_ceil(BLOCK)).filter(|block| !self.is_over_file(*block)) {
+        let is_detached = |block: &u64| self.mapped.has(*block) && !self.over_file.has(*block);
+        for block in (0..self.size.div_ceil(BLOCK)).filter(is_detached) {
             let range = block * BLOCK..((block + 1) * BLOCK).min(self.size);
             match found.last_mut() {
                 Some(last) if last.end == range.start => last.end = range.end,
@@ -256,13 +295,9 @@ impl GuestRam {
         }
     }
 
-    fn is_over_file(&self, block: u64) -> bool {
-        self.word(block).load(Ordering::Relaxed) & 1 << (block % 64) != 0
-    }
-
-    fn word(&self, block: u64) -> &AtomicU64 {
-        let last = self.over_file.len() - 1;
-        &self.over_file[bytes(block / 64).min(last)]
+    /// A kernel that has no huge pages gives none: memory is right without them.
+    fn advise_huge(&self, host: u64, len: u64) {
+        let _ = self.advise(host..host + len, libc::MADV_HUGEPAGE);
     }
 
     fn advise(&self, host: Range<u64>, advice: libc::c_int) -> io::Result<()> {

@@ -176,9 +176,9 @@ fn begin_waiting(mut hold: std::io::PipeReader) -> rustix::process::Pid {
 }
 
 /// Finding 7: what is written to a private mapping of a file has small pages, whatever is asked for. So the pages of a machine
-/// that was thawed from a stored one are small (RFD 009).
+/// that was thawed from a stored one are small where the file has data (RFD 009).
 #[test]
-fn over_a_file_there_are_no_huge_pages() {
+fn over_data_of_a_file_there_are_no_huge_pages() {
     let _turn = my_turn();
     if !has_huge_pages() {
         return;
@@ -194,4 +194,29 @@ fn over_a_file_there_are_no_huge_pages() {
     let anonymous = GuestRam::anonymous(MIB << 20, HugePages::Advise).unwrap();
     write(&anonymous, 0..PAGES);
     assert!(kib(&anonymous, "AnonHugePages") > 0, "no huge pages here: this test shows nothing");
+}
+
+/// What a stored machine left free has huge pages in one that was thawed from it, as what it gave back since has, and a fork
+/// copies them whole.
+#[test]
+fn holes_of_a_file_are_filled_with_huge_pages() {
+    let _turn = my_turn();
+    if !has_huge_pages() {
+        return;
+    }
+    const HALF: u64 = MIB << 19;
+    let base = file();
+    keiki_sys::files::punch(&base, HALF, HALF).unwrap();
+    let ram = GuestRam::over(&base).unwrap();
+    write(&ram, PAGES / 2..PAGES);
+    let half = PAGES / 2 * PAGE;
+    assert!(kib(&ram, "AnonHugePages") >= half * 3 / 4, "{} KiB of huge pages", kib(&ram, "AnonHugePages"));
+    assert!(is_about(kib(&ram, "Anonymous"), half));
+    assert_eq!(ram.discard(0, HALF).unwrap(), HALF);
+    write(&ram, 0..PAGES / 2);
+    let all = kib(&ram, "AnonHugePages");
+    assert!(all >= half * 3 / 2, "{all} KiB of huge pages");
+    assert_eq!(asked_in_copy(|| kib(&ram, "AnonHugePages")), all, "the copy has others");
+    let read: u64 = ram.memory().read_obj(GuestAddress(HALF)).unwrap();
+    assert_eq!(read, (PAGES / 2) | 1);
 }

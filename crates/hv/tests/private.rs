@@ -15,11 +15,47 @@ const SIZE: u64 = MIB << 20;
 const PAGES: u64 = SIZE / 4096;
 
 fn base() -> File {
-    let mut file = tempfile::tempfile().unwrap();
-    for page in 0..PAGES {
-        file.write_all(&[page as u8 | 1; 4096]).unwrap();
+    filled(tempfile::tempfile().unwrap())
+}
+
+/// What a memory file may lie on: nothing, a disk, memory.
+#[derive(Debug, Clone, Copy)]
+enum Backing {
+    Nothing,
+    Disk,
+    Memory,
+}
+
+fn backing() -> impl prop::strategy::Strategy<Value = Backing> {
+    prop::sample::select(vec![Backing::Nothing, Backing::Disk, Backing::Memory])
+}
+
+fn base_on(backing: Backing) -> Option<File> {
+    match backing {
+        Backing::Nothing => None,
+        Backing::Disk => Some(base()),
+        Backing::Memory => {
+            let flags = rustix::fs::MemfdFlags::CLOEXEC;
+            Some(filled(rustix::fs::memfd_create("base", flags).unwrap().into()))
+        }
     }
+}
+
+fn filled(mut file: File) -> File {
+    file.write_all(&base_content()).unwrap();
     file
+}
+
+/// Holes in it, one of them a block and more.
+fn punched(file: &File) {
+    for (at, len) in [(4096, 8192), (BLOCK - 4096, BLOCK + 8192), (SIZE - 4096, 4096)] {
+        keiki_sys::files::punch(file, at, len).unwrap();
+    }
+}
+
+/// No page is empty.
+fn base_content() -> Vec<u8> {
+    (0..PAGES).flat_map(|page| [page as u8 | 1; 4096]).collect()
 }
 
 fn own_pagemap() -> File {
@@ -86,27 +122,29 @@ proptest! {
 
     #[test]
     fn the_file_is_what_memory_was(
-        on_file: bool,
+        backing in backing(),
         huge: bool,
+        holes: bool,
         changes in prop::collection::vec(change(), 0..60),
         later in prop::collection::vec(change(), 0..20),
     ) {
-        let base = base();
-        let ram = if on_file {
-            GuestRam::over(&base).unwrap()
-        } else {
-            GuestRam::anonymous(SIZE, if huge { HugePages::Advise } else { HugePages::No }).unwrap()
+        let base = base_on(backing);
+        let over = base.as_ref();
+        over.filter(|_| holes).inspect(|base| punched(base));
+        let before = over.map(read);
+        let ram = match over {
+            Some(base) => GuestRam::over(base).unwrap(),
+            None => GuestRam::anonymous(SIZE, if huge { HugePages::Advise } else { HugePages::No }).unwrap(),
         };
-        let over = on_file.then_some(&base);
         changes.iter().for_each(|change| apply(&ram, change));
         let wanted = content(&ram);
         let (file, _) = written(&ram, over);
         assert!(file == wanted, "the file differs from memory");
         // A copy that writes more, and its own copy: the same, and the parent does not notice.
-        let base_fd = base.as_fd();
-        let child = in_child(&[base_fd], || {
+        let kept: Vec<_> = over.map(File::as_fd).into_iter().collect();
+        let child = in_child(&kept, || {
             later.iter().for_each(|change| apply(&ram, change));
-            let grandchild = in_child(&[base_fd], || {
+            let grandchild = in_child(&kept, || {
                 apply(&ram, &Change::Fill(3, 77));
                 vec![u8::from(written(&ram, over).0 == content(&ram))]
             });
@@ -114,7 +152,7 @@ proptest! {
         });
         prop_assert_eq!(child, Some(vec![1, 1]), "a copy wrote something else");
         assert!(content(&ram) == wanted, "the copy's writes are not ours");
-        assert!(read(&base) == (0..PAGES).flat_map(|page| [page as u8 | 1; 4096]).collect::<Vec<_>>(), "the base changed");
+        assert!(over.map(read) == before, "the base changed");
     }
 }
 

@@ -1,19 +1,19 @@
-//! The node's end of the agent channel: connect, release, and calls that survive a broken connection.
+//! The node's end of the agent channel: a connection that exists only to a machine that was released, and calls that survive
+//! its breaking.
 
-use crate::{
-    clock::Clock,
-    error::{Error, Result},
-};
+mod gate;
+
+pub use gate::{Gate, NewIdentity, Secrets};
+
+use crate::error::{Error, Result};
 use keiki_protocol::{
-    client::Met,
+    client::{ConnectError, Met, Opened},
     guest::{
-        FlushRequest, FreezeUserRequest, Individual, InfoRequest, ReadSecretsRequest, SealedSecrets,
-        SecretKeyRequest, ThawUserRequest, WipeSecretsRequest, guest_client::GuestClient,
+        FlushRequest, FreezeUserRequest, ReadSecretsRequest, SealedSecrets, SecretKeyReply, SecretKeyRequest,
+        ThawUserRequest, WipeSecretsRequest, guest_client::GuestClient,
     },
-    handshake::SEALED_SECRETS,
     seal::{Key, Plain, SealError, seal},
 };
-use keiki_types::Origin;
 use rand::RngCore;
 use std::{
     path::{Path, PathBuf},
@@ -21,7 +21,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::Duration,
 };
 use tokio::{
     net::UnixStream,
@@ -41,29 +41,8 @@ const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
 const FREEZE_LIMIT_MS: u32 = 5_000;
-/// A round trip this short tells the guest's clock well enough; of longer ones, the shortest of so many.
-const CLOCK_ROUND: Duration = Duration::from_millis(30);
-const CLOCK_TRIES: usize = 4;
-/// Steps of the gate that a guest may tell of.
-const STEPS: usize = 16;
 /// Bytes of fresh entropy each new individual gets.
 const ENTROPY_BYTES: usize = 256;
-
-/// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take long to arrive on a busy
-/// host; these are as far apart as half of a round trip at most.
-#[derive(Debug, Clone, Copy)]
-struct Clocks {
-    unix: Duration,
-    uptime_ms: u64,
-}
-
-impl Clocks {
-    /// Of the middle of a round trip that has ended.
-    fn between(asked: Instant, answered: Instant, uptime_ms: u64) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { unix: now.saturating_sub(answered.elapsed() + (answered - asked) / 2), uptime_ms }
-    }
-}
 
 /// How long a guest may take.
 #[derive(Debug, Clone, Copy)]
@@ -75,57 +54,10 @@ struct Limits {
 
 const LIMITS: Limits = Limits { connect: CONNECT_LIMIT, call: CALL_LIMIT, answer: ANSWER_LIMIT };
 
-/// What a copy is to new.
-#[derive(Debug, Clone)]
-pub struct NewIdentity {
-    /// How it came to be.
-    pub origin: Origin,
-    /// Its name.
-    pub hostname: String,
-    /// Of the sandbox; told to hooks, as are its ancestors'.
-    pub id: String,
-    /// Forked from.
-    pub parent_sandbox_id: String,
-    /// Restored from, or the nearest in its ancestry.
-    pub parent_snapshot_id: String,
-    /// What it may read.
-    pub secrets: Secrets,
-    /// A template is being baked: not a copy that anybody meets, so no hooks.
-    pub is_bake: bool,
-}
-
-impl NewIdentity {
-    /// With nothing but a name.
-    #[must_use]
-    pub fn named(origin: Origin, hostname: &str) -> Self {
-        Self {
-            origin,
-            hostname: hostname.into(),
-            id: String::new(),
-            parent_sandbox_id: String::new(),
-            parent_snapshot_id: String::new(),
-            secrets: Secrets::default(),
-            is_bake: false,
-        }
-    }
-}
-
-/// The secrets of a copy: those it is given, and which it keeps of those it came with.
-#[derive(Debug, Clone, Default)]
-pub struct Secrets {
-    /// New ones.
-    pub give: Vec<Plain>,
-    /// Names.
-    pub keep: Vec<String>,
-}
-
 /// A connection to the agent of one machine; renewed when it breaks.
 pub struct GuestLink {
     socket: PathBuf,
     generation: u64,
-    /// Of the protocol: the older of the agent's and ours.
-    version: u16,
-    clocks: Option<Clocks>,
     limits: Limits,
     client: tokio::sync::Mutex<GuestClient<Channel>>,
     streams: Arc<Semaphore>,
@@ -133,30 +65,19 @@ pub struct GuestLink {
 }
 
 impl GuestLink {
-    /// Connects and shakes hands.
+    /// To a machine that was released before: after a restart of the node, say. A new copy comes through its [`Gate`].
     ///
     /// # Errors
-    /// If the guest does not answer in time or speaks no common version.
+    /// If the guest does not answer in time, is another individual, or its agent is of another age.
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
-        Self::connect_within(LIMITS, socket, generation).await
+        let opened = open_released(socket, generation, LIMITS.connect).await?;
+        Self::over(opened, socket.into(), generation, LIMITS).await
     }
 
-    async fn connect_within(limits: Limits, socket: &Path, generation: u64) -> Result<Self> {
-        let (client, met) = open(socket, generation, limits.connect).await?;
-        let is_quick = met.answered - met.asked < CLOCK_ROUND && met.hello.uptime_ms > 0;
-        let clocks = is_quick.then(|| Clocks::between(met.asked, met.answered, met.hello.uptime_ms));
-        let client = tokio::sync::Mutex::new(client);
+    async fn over(opened: Opened, socket: PathBuf, generation: u64, limits: Limits) -> Result<Self> {
+        let client = tokio::sync::Mutex::new(opened.client().await.map_err(unreached)?);
         let streams = Arc::new(Semaphore::new(MAX_STREAMS));
-        Ok(Self {
-            socket: socket.into(),
-            generation,
-            version: met.hello.agree().unwrap_or_default(),
-            clocks,
-            limits,
-            client,
-            streams,
-            closed: AtomicBool::new(false),
-        })
+        Ok(Self { socket, generation, limits, client, streams, closed: AtomicBool::new(false) })
     }
 
     /// A client to call with. Cheap; streams of several clients share the connection.
@@ -187,7 +108,8 @@ impl GuestLink {
                 anyhow::anyhow!("it has ended"),
             ));
         }
-        (*client, _) = open(&self.socket, self.generation, self.limits.connect).await?;
+        let opened = open_released(&self.socket, self.generation, self.limits.connect).await?;
+        *client = opened.client().await.map_err(unreached)?;
         Ok(client.clone())
     }
 
@@ -250,7 +172,6 @@ impl GuestLink {
     /// # Errors
     /// If the guest does not hand them over.
     pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
-        self.seals()?;
         let (key, public_key) = Key::new();
         let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
         // Not repeated: the answer of another time is sealed to the same key, which opens one.
@@ -285,28 +206,11 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("take its secrets back", status))
     }
 
-    /// Secrets as they may cross the channel: sealed to a key that the guest makes for them. None: no call.
+    /// Secrets as they may cross the channel: sealed to a key that the guest makes for them.
     async fn sealed(&self, secrets: &[Plain]) -> Result<SealedSecrets> {
-        if secrets.is_empty() {
-            return Ok(SealedSecrets::default());
-        }
-        self.seals()?;
         let mut client = self.client().await;
-        let asked = client.secret_key(limited(SecretKeyRequest { entropy: entropy().into() }));
-        let key = within(self.limits.call, asked).await;
-        let key = key.map_err(|status| failed("make a key for its secrets", status))?.into_inner();
-        seal(&key.public_key, secrets).map_err(|error| unsealed("make a key for its secrets", error))
-    }
-
-    fn seals(&self) -> Result<()> {
-        if self.version >= SEALED_SECRETS {
-            return Ok(());
-        }
-        Err(Error::Conflict(
-            "the agent of this sandbox is older than this node and takes no secrets: make the sandbox anew from a \
-             template built by this node"
-                .into(),
-        ))
+        let asked = client.secret_key(limited(key_request()));
+        sealed_to(within(self.limits.call, asked).await.map(tonic::Response::into_inner), secrets)
     }
 
     /// Lets them go on.
@@ -317,86 +221,6 @@ impl GuestLink {
         let call = self.call(|mut guest| async move { guest.thaw_user(limited(ThawUserRequest {})).await });
         let done = within(self.limits.call, call).await;
         done.map(drop).map_err(|status| failed("thaw its processes", status))
-    }
-
-    /// The clocks, as the handshake had them if that was quick. Else it is asked, which takes a guest that has just
-    /// been thawed longer.
-    async fn clocks(&self) -> Result<Clocks> {
-        if let Some(clocks) = self.clocks {
-            return Ok(clocks);
-        }
-        let mut best: Option<(Duration, Clocks)> = None;
-        for _ in 0..CLOCK_TRIES {
-            let mut client = self.client().await;
-            let begun = Instant::now();
-            let info = within(self.limits.call, client.info(limited(InfoRequest {}))).await;
-            let ended = Instant::now();
-            let round = ended - begun;
-            let info = info.map_err(|status| failed("take on its new identity", status))?.into_inner();
-            if best.is_none_or(|(quickest, _)| round < quickest) {
-                best = Some((round, Clocks::between(begun, ended, info.uptime_ms)));
-            }
-            if round < CLOCK_ROUND {
-                break;
-            }
-        }
-        let now = Instant::now();
-        Ok(best.map_or_else(|| Clocks::between(now, now, 0), |(_, clocks)| clocks))
-    }
-
-    /// Makes the copy a new individual, and lets its user processes go on once it has said so: in a call of their own, for
-    /// a guest that does not say so is to run nothing.
-    ///
-    /// # Errors
-    /// If it does not acknowledge exactly this generation, or does not go on: the copy must not be released then.
-    pub async fn release(&self, new: NewIdentity, clock: &mut Clock) -> Result<()> {
-        for (step, took) in self.individualize(new).await? {
-            clock.note(&format!("guest:{step}"), took);
-        }
-        clock.lap("individualize");
-        self.thaw_user().await?;
-        clock.lap("thaw_user");
-        Ok(())
-    }
-
-    /// Makes the copy a new individual; returns the guest's own step times once it acknowledged. User processes still stand.
-    ///
-    /// # Errors
-    /// If it does not acknowledge exactly this generation: the copy must not be released then.
-    pub async fn individualize(&self, new: NewIdentity) -> Result<Vec<(String, Duration)>> {
-        let secrets = self.sealed(&new.secrets.give).await?;
-        let clocks = self.clocks().await?;
-        let individual = Individual {
-            generation: self.generation,
-            entropy: entropy().into(),
-            unix_nanos: u64::try_from(clocks.unix.as_nanos()).unwrap_or(u64::MAX),
-            hostname: new.hostname,
-            reason: new.origin.as_str().into(),
-            // Only once the acknowledgement was found right.
-            thaw_user: false,
-            sandbox_id: new.id,
-            parent_sandbox_id: new.parent_sandbox_id,
-            parent_snapshot_id: new.parent_snapshot_id,
-            secrets: Some(secrets),
-            keep_secrets: new.secrets.keep,
-            is_new: new.origin != Origin::Wake,
-            run_hooks: !new.is_bake,
-            uptime_ms: clocks.uptime_ms,
-        };
-        // Not repeated over a new connection: the guest refuses a generation it already has.
-        let mut client = self.client().await;
-        let ack = within(self.limits.call, client.individualize(limited(individual))).await;
-        let ack = ack.map_err(|status| failed("take on its new identity", status))?.into_inner();
-        if ack.generation != self.generation {
-            let what = format!("acknowledged generation {} instead of {}", ack.generation, self.generation);
-            return Err(failed("take on its new identity", Status::internal(what)));
-        }
-        Ok(ack
-            .steps
-            .into_iter()
-            .take(STEPS)
-            .map(|s| (plain(&s.step), Duration::from_micros(s.micros)))
-            .collect())
     }
 }
 
@@ -420,11 +244,7 @@ pub fn refusal(status: &Status) -> Error {
         Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
             Error::Conflict(said)
         }
-        Code::Unimplemented => Error::Conflict(
-            "the agent of this sandbox is older than this node and cannot do this: make the sandbox anew from a \
-             template built by this node"
-                .into(),
-        ),
+        Code::Unimplemented => other_age(),
         Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
         _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(quoted(status))),
     }
@@ -470,6 +290,17 @@ fn unsealed(what: &str, error: SealError) -> Error {
     failed(what, Status::internal(error.to_string()))
 }
 
+/// Asks for a key that secrets are sealed to.
+fn key_request() -> SecretKeyRequest {
+    SecretKeyRequest { entropy: entropy().into() }
+}
+
+/// Seals them to the key that the guest answered with.
+fn sealed_to(key: Result<SecretKeyReply, Status>, secrets: &[Plain]) -> Result<SealedSecrets> {
+    let key = key.map_err(|status| failed("make a key for its secrets", status))?;
+    seal(&key.public_key, secrets).map_err(|error| unsealed("make a key for its secrets", error))
+}
+
 /// Randomness for a guest.
 fn entropy() -> Vec<u8> {
     let mut bytes = vec![0; ENTROPY_BYTES];
@@ -477,12 +308,36 @@ fn entropy() -> Vec<u8> {
     bytes
 }
 
-async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(GuestClient<Channel>, Met)> {
-    let connecting = async {
-        let stream = UnixStream::connect(socket).await?;
-        anyhow::Ok(keiki_protocol::client::connect(stream, generation, limit).await?)
-    };
-    connecting.await.map_err(|cause| Error::internal("the guest's agent does not answer", cause))
+/// Shakes hands with the agent behind a socket.
+async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(Opened, Met)> {
+    let stream = UnixStream::connect(socket).await.map_err(|error| unreached(error.into()))?;
+    Opened::open(stream, generation, limit).await.map_err(unreached)
+}
+
+/// Also looks whether the machine became this individual.
+async fn open_released(socket: &Path, generation: u64, limit: Duration) -> Result<Opened> {
+    let (opened, met) = open(socket, generation, limit).await?;
+    if met.hello.generation == generation {
+        return Ok(opened);
+    }
+    let why = format!("it is of generation {} instead of {generation}", met.hello.generation);
+    Err(Error::internal("the machine was not released", anyhow::anyhow!(why)))
+}
+
+fn unreached(error: ConnectError) -> Error {
+    match error {
+        ConnectError::Version { .. } => other_age(),
+        error => Error::internal("the guest's agent does not answer", error),
+    }
+}
+
+/// An agent is as old as the template that its machine comes from.
+fn other_age() -> Error {
+    Error::Conflict(
+        "the agent in this machine is of another version than this node: bake its template again (`keiki template rebake \
+         NAME`), and make the sandbox or snapshot anew from that"
+            .into(),
+    )
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //!
 //! Labels have few values, whatever callers and guests do: no ids, no paths but routes, no step that a guest named.
 
+use keiki_sys::heap::Heap;
 use keiki_types::{Status, api::Timings};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text},
@@ -122,6 +123,8 @@ struct Figures {
     store_free: Gauge,
     store_reserved: Gauge,
     snapshots: Gauge,
+    heap_used: Gauge,
+    heap_kept: Gauge,
     process_memory: Gauge,
     process_cpu: Counter<f64, AtomicU64>,
     process_fds: Gauge,
@@ -172,6 +175,8 @@ pub struct Gauges {
 pub struct Process {
     /// Resident bytes.
     pub memory: u64,
+    /// Of these the heap, used and kept.
+    pub heap: Heap,
     /// CPU seconds, user and system.
     pub cpu: f64,
     /// Open descriptors.
@@ -258,6 +263,8 @@ impl Figures {
             ("store_size", "Size of the store's file system", &self.store_size),
             ("store_free", "Store bytes free for new data", &self.store_free),
             ("store_reserved", "Store bytes promised to operations under way", &self.store_reserved),
+            ("heap_used", "Heap of the node that is used", &self.heap_used),
+            ("heap_kept", "Heap of the node that was freed and is kept for more", &self.heap_kept),
         ] {
             keiki.register_with_unit(name, help, Unit::Bytes, gauge.clone());
         }
@@ -291,6 +298,8 @@ impl Figures {
             (&self.store_free, now.store_free),
             (&self.store_reserved, now.store_reserved),
             (&self.snapshots, now.snapshots as u64),
+            (&self.heap_used, now.process.heap.used),
+            (&self.heap_kept, now.process.heap.kept),
             (&self.process_memory, now.process.memory),
             (&self.process_fds, now.process.fds as u64),
             (&self.process_threads, now.process.threads),

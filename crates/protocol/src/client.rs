@@ -1,27 +1,36 @@
-//! The node's half of a connection: the handshake over the agent port's socket, then a gRPC client on it.
+//! The node's half of a connection: the handshake over the agent port's socket, the calls of the release gate, then a gRPC
+//! client on it.
 //!
 //! The socket may still deliver bytes of a connection that a frozen machine took with it, and the guest may
 //! not be listening yet. So the hello is repeated until its echo comes, everything before the echo is thrown
-//! away, and what follows it belongs to HTTP/2.
+//! away, and what follows it belongs to the connection.
 //!
 //! A channel lasts as long as its socket. It never reconnects: when it fails, connect a new socket.
 
 use crate::{
     MAX_CALLS,
+    gate::{self, Ask},
     guest::guest_client::GuestClient,
-    handshake::{Hello, Scanner, VERSION},
+    handshake::{HELLO_LEN, Hello, MARKER, Scanner, VERSION},
 };
 use hyper_util::rt::TokioIo;
+use prost::bytes::BytesMut;
 use std::{
     io,
     time::{Duration, Instant},
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
-    net::UnixStream,
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
     time::{MissedTickBehavior, interval, timeout},
 };
-use tonic::transport::{Channel, Endpoint};
+use tonic::{
+    Status,
+    transport::{Channel, Endpoint},
+};
 
 /// How often an unanswered hello is repeated.
 const REPEAT: Duration = Duration::from_millis(25);
@@ -32,6 +41,8 @@ const STREAM_WINDOW: u32 = 256 << 10;
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
 /// What may come before the echo of a hello: what a frozen machine had in flight, with room to spare.
 const MAX_RUBBISH: usize = 64 << 20;
+/// Bytes read at a time.
+const READ: usize = 4 << 10;
 /// Headers of one answer.
 const MAX_HEADERS: u32 = 16 << 10;
 /// The largest single message accepted from a guest.
@@ -70,43 +81,106 @@ pub struct Met {
     pub answered: Instant,
 }
 
-/// Connects to the guest agent behind `stream`. `generation` is the one the guest is about to be given; the
-/// hello returned tells the one it has. All of it is done or given up within `limit`.
-///
-/// # Errors
-/// If the guest does not answer in time, speaks no common version, or the socket fails.
-pub async fn connect(
-    stream: UnixStream,
-    generation: u64,
-    limit: Duration,
-) -> Result<(GuestClient<Channel>, Met), ConnectError> {
-    timeout(limit, connect_unbounded(stream, generation)).await.map_err(|_| ConnectError::Timeout(limit))?
+/// A connection to an agent that has answered a hello: calls of the release gate, and then HTTP/2.
+#[derive(Debug)]
+pub struct Opened {
+    read: OwnedReadHalf,
+    write: OwnedWriteHalf,
+    /// Read already, not yet looked at.
+    ahead: BytesMut,
+    hello: Hello,
 }
 
-async fn connect_unbounded(
-    stream: UnixStream,
-    generation: u64,
-) -> Result<(GuestClient<Channel>, Met), ConnectError> {
-    let (mut read, mut write) = stream.into_split();
-    let asked = Instant::now();
-    let (hello, rest) = shake(&mut read, &mut write, Hello::new(generation, rand::random())).await?;
-    let met = Met { hello, asked, answered: Instant::now() };
-    if hello.agree().is_none() {
-        return Err(ConnectError::Version { oldest: hello.oldest, newest: hello.version });
+impl Opened {
+    /// Connects to the agent behind `stream`. `generation` is the one the guest is about to be given, or has; the hello
+    /// returned tells the one it has. All of it is done or given up within `limit`.
+    ///
+    /// # Errors
+    /// If the guest does not answer in time, speaks no common version, or the socket fails.
+    pub async fn open(
+        stream: UnixStream,
+        generation: u64,
+        limit: Duration,
+    ) -> Result<(Self, Met), ConnectError> {
+        let (read, write) = stream.into_split();
+        let hello = Hello::new(generation, [0; 16]);
+        let mut opened = Self { read, write, ahead: BytesMut::new(), hello };
+        let met = timeout(limit, opened.meet()).await.map_err(|_| ConnectError::Timeout(limit))??;
+        Ok((opened, met))
     }
-    let io = tokio::io::join(io::Cursor::new(rest).chain(read), write);
-    let mut io = Some(TokioIo::new(io));
-    let channel = Endpoint::from_static("http://guest")
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .http2_max_header_list_size(MAX_HEADERS)
-        .connect_with_connector(tower::service_fn(move |_| {
-            let io = io.take().ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected));
-            async move { io }
-        }))
-        .await?;
-    let client = GuestClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
-    Ok((client, met))
+
+    /// Says hello, also again: the agent then begins anew.
+    ///
+    /// # Errors
+    /// If it speaks no common version, or the socket fails.
+    pub async fn meet(&mut self) -> Result<Met, ConnectError> {
+        self.hello.nonce = rand::random();
+        let asked = Instant::now();
+        let (hello, rest) = shake(&mut self.read, &mut self.write, self.hello).await?;
+        let met = Met { hello, asked, answered: Instant::now() };
+        if hello.agree().is_none() {
+            return Err(ConnectError::Version { oldest: hello.oldest, newest: hello.version });
+        }
+        self.ahead = BytesMut::from(&rest[..]);
+        Ok(met)
+    }
+
+    /// A call of the release gate. What the guest sends may be anything: its size is bounded here, its time by the caller.
+    ///
+    /// # Errors
+    /// What the agent answered; that there was no answer.
+    pub async fn call<A: Ask>(&mut self, ask: &A) -> Result<A::Reply, Status> {
+        let broken = |error: io::Error| Status::unavailable(format!("the agent port failed: {error}"));
+        self.skip_echoes();
+        if !self.ahead.is_empty() {
+            return Err(Status::internal("the agent answered before it was asked"));
+        }
+        self.write.write_all(&gate::call(ask)).await.map_err(broken)?;
+        loop {
+            self.skip_echoes();
+            let may_be_echo = self.ahead.len() < HELLO_LEN
+                && MARKER.iter().zip(&self.ahead).all(|(one, other)| one == other);
+            if !may_be_echo {
+                let taken = gate::take_reply(&mut self.ahead);
+                if let Some(reply) = taken.map_err(|error| Status::internal(format!("it sent {error}")))? {
+                    return reply;
+                }
+            }
+            self.ahead.reserve(READ);
+            if self.read.read_buf(&mut self.ahead).await.map_err(broken)? == 0 {
+                return Err(Status::unavailable("the agent port has closed"));
+            }
+        }
+    }
+
+    /// An agent that saw its port close and open may answer a hello that was repeated a second time.
+    fn skip_echoes(&mut self) {
+        while let Some(head) = self.ahead.first_chunk::<HELLO_LEN>()
+            && Hello::decode(head).is_ok_and(|hello| hello.nonce == self.hello.nonce)
+        {
+            drop(self.ahead.split_to(HELLO_LEN));
+        }
+    }
+
+    /// Goes on with HTTP/2. Does not wait for the guest.
+    ///
+    /// # Errors
+    /// If the socket has failed.
+    pub async fn client(mut self) -> Result<GuestClient<Channel>, ConnectError> {
+        self.skip_echoes();
+        let io = tokio::io::join(io::Cursor::new(self.ahead).chain(self.read), self.write);
+        let mut io = Some(TokioIo::new(io));
+        let channel = Endpoint::from_static("http://guest")
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .http2_max_header_list_size(MAX_HEADERS)
+            .connect_with_connector(tower::service_fn(move |_| {
+                let io = io.take().ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected));
+                async move { io }
+            }))
+            .await?;
+        Ok(GuestClient::new(channel).max_decoding_message_size(MAX_MESSAGE))
+    }
 }
 
 /// Says hello until it is echoed. Returns the echo and what was read behind it.
@@ -151,13 +225,18 @@ where
 
 #[cfg(test)]
 mod tests {
-    use super::{ConnectError, connect, shake};
-    use crate::handshake::{HELLO_LEN, Hello};
+    use super::{ConnectError, Opened, shake};
+    use crate::{
+        gate,
+        guest::{ThawUserReply, ThawUserRequest},
+        handshake::{HELLO_LEN, Hello, OLDEST},
+    };
     use std::time::Duration;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         net::UnixStream,
     };
+    use tonic::Code;
 
     #[tokio::test]
     async fn old_bytes_and_foreign_hellos_are_skipped_and_what_follows_is_kept() {
@@ -186,12 +265,12 @@ mod tests {
     #[tokio::test]
     async fn silence_and_a_closed_port_are_told_apart() {
         let (node, guest) = UnixStream::pair().unwrap();
-        let error = connect(node, 1, Duration::from_millis(60)).await.unwrap_err();
+        let error = Opened::open(node, 1, Duration::from_millis(60)).await.unwrap_err();
         assert!(matches!(error, ConnectError::Timeout(_)), "{error}");
         drop(guest);
         let (node, guest) = UnixStream::pair().unwrap();
         drop(guest);
-        let error = connect(node, 1, Duration::from_secs(5)).await.unwrap_err();
+        let error = Opened::open(node, 1, Duration::from_secs(5)).await.unwrap_err();
         assert!(matches!(error, ConnectError::Io(_)), "{error}");
     }
 
@@ -228,7 +307,7 @@ mod tests {
             let (node, guest) = UnixStream::pair().unwrap();
             let limit = Duration::from_millis(150);
             let started = std::time::Instant::now();
-            let (met, ()) = tokio::join!(connect(node, 1, limit), insist(guest, answer));
+            let (met, ()) = tokio::join!(Opened::open(node, 1, limit), insist(guest, answer));
             let error = met.unwrap_err();
             assert!(matches!(error, ConnectError::Timeout(_)), "{what}: {error}");
             assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
@@ -250,15 +329,96 @@ mod tests {
 
     #[tokio::test]
     async fn an_agent_of_another_age_is_refused() {
+        for (oldest, newest) in [(9, 9), (1, OLDEST - 1)] {
+            let (node, mut guest) = UnixStream::pair().unwrap();
+            let guest_side = async {
+                let nonce = hear(&mut guest).await.nonce;
+                let hello = Hello { version: newest, oldest, ..Hello::new(0, nonce) };
+                guest.write_all(&hello.encode()).await.unwrap();
+            };
+            let (met, ()) = tokio::join!(Opened::open(node, 1, Duration::from_secs(5)), guest_side);
+            let error = met.unwrap_err();
+            assert!(
+                matches!(error, ConnectError::Version { oldest: o, newest: n } if (o, n) == (oldest, newest))
+            );
+        }
+    }
+
+    async fn hear(guest: &mut UnixStream) -> Hello {
+        let mut wire = [0; HELLO_LEN];
+        guest.read_exact(&mut wire).await.unwrap();
+        Hello::decode(&wire).unwrap()
+    }
+
+    /// A connection, and the other end of it, which has heard one hello.
+    async fn opened() -> (Opened, UnixStream, Hello) {
         let (node, mut guest) = UnixStream::pair().unwrap();
         let guest_side = async {
-            let mut wire = [0; HELLO_LEN];
-            guest.read_exact(&mut wire).await.unwrap();
-            let nonce = Hello::decode(&wire).unwrap().nonce;
-            let hello = Hello { version: 9, oldest: 9, ..Hello::new(0, nonce) };
+            let hello = hear(&mut guest).await;
             guest.write_all(&hello.encode()).await.unwrap();
+            hello
         };
-        let (met, ()) = tokio::join!(connect(node, 1, Duration::from_secs(5)), guest_side);
-        assert!(matches!(met.unwrap_err(), ConnectError::Version { oldest: 9, newest: 9 }));
+        let (met, hello) = tokio::join!(Opened::open(node, 1, Duration::from_secs(5)), guest_side);
+        (met.unwrap().0, guest, hello)
+    }
+
+    #[tokio::test]
+    async fn a_second_answer_to_the_hello_is_passed_over() {
+        let (mut opened, mut guest, hello) = opened().await;
+        let reply = gate::reply(&Ok(ThawUserReply { micros: 3 }));
+        let answer = [&hello.encode()[..], &hello.encode(), &reply].concat();
+        let (one, other) = answer.split_at(100);
+        guest.write_all(one).await.unwrap();
+        let guest_side = async {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            guest.write_all(other).await.unwrap();
+        };
+        let (reply, ()) = tokio::join!(opened.call(&ThawUserRequest {}), guest_side);
+        assert_eq!(reply.unwrap().micros, 3);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_reply_ends_a_call() {
+        let foreign = Hello::new(1, [7; 16]).encode();
+        for (sent, clue) in [
+            (&foreign[..], "255 is no code of a reply"),
+            (&[0xff, 0xff, 0xff, b'X'], "255 is no code of a reply"),
+            (&[0, 0xff, 0xff, 0xff, 0xff], "a message of 4294967295 bytes"),
+            (&[0, 2, 0, 0, 0, 8, 0xff], "cannot be read"),
+            (&[13, 2, 0, 0, 0, b'n', b'o'], "no"),
+        ] {
+            let (mut opened, mut guest, _) = opened().await;
+            let (reply, ()) = tokio::join!(opened.call(&ThawUserRequest {}), async {
+                guest.write_all(sent).await.unwrap()
+            });
+            let error = reply.unwrap_err();
+            assert!(error.message().contains(clue), "{sent:?}: {error}");
+        }
+        let (mut opened, guest, _) = opened().await;
+        drop(guest);
+        assert_eq!(opened.call(&ThawUserRequest {}).await.unwrap_err().code(), Code::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn an_answer_ahead_of_its_call_is_none() {
+        let (mut opened, mut guest, _) = opened().await;
+        let reply = gate::reply(&Ok(ThawUserReply { micros: 3 }));
+        guest.write_all(&[&reply[..], &reply].concat()).await.unwrap();
+        opened.call(&ThawUserRequest {}).await.unwrap();
+        let error = opened.call(&ThawUserRequest {}).await.unwrap_err();
+        assert!(error.message().contains("before it was asked"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn another_hello_begins_anew() {
+        let (mut opened, mut guest, first) = opened().await;
+        guest.write_all(b"left of the first").await.unwrap();
+        let guest_side = async {
+            let hello = hear(&mut guest).await;
+            guest.write_all(&Hello { uptime_ms: 9, ..hello }.encode()).await.unwrap();
+            hello.nonce
+        };
+        let (met, nonce) = tokio::join!(opened.meet(), guest_side);
+        assert_eq!((met.unwrap().hello.uptime_ms, nonce == first.nonce), (9, false));
     }
 }

@@ -6,8 +6,8 @@
 //! 1. The node sends a [`Hello`] and repeats it until it is answered.
 //! 2. The guest discards input until it reads a whole valid hello, and answers with a [`Hello`] of its own
 //!    that echoes the nonce. It skips repeats of the same hello.
-//! 3. The node discards input until it reads the echo of its nonce. From there on both streams carry HTTP/2
-//!    (the guest is the server).
+//! 3. The node discards input until it reads the echo of its nonce. From there on both streams carry the calls of the
+//!    release gate (`gate.rs`), if the machine is not released yet, and then HTTP/2 (the guest is the server).
 //!
 //! The marker begins with three 0xFF bytes: taken for an HTTP/2 frame that is a length beyond any limit, so a
 //! guest that missed the end of the old connection fails that connection at once and looks for the marker.
@@ -16,11 +16,9 @@
 //! `marker[16] | version u16 | oldest u16 | reserved u32 | generation u64 | nonce[16] | uptime u64 | zero[4] | crc32c u32`.
 
 /// The version of the agent protocol that this build speaks.
-pub const VERSION: u16 = 3;
-/// From this version on secrets cross the channel sealed. Agents before it get none.
-pub const SEALED_SECRETS: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The oldest version that this build still understands.
-pub const OLDEST: u16 = 1;
+pub const OLDEST: u16 = 4;
 /// Size of a hello on the wire, in bytes.
 pub const HELLO_LEN: usize = 64;
 /// How a hello starts.
@@ -37,7 +35,7 @@ pub struct Hello {
     pub generation: u64,
     /// Chosen by the node for this connection; echoed by the guest.
     pub nonce: [u8; 16],
-    /// Guest: for how long it has run, in ms, when it answers. 0: the node, and agents that do not say.
+    /// Guest: for how long it has run, in ms, when it answers. Node: 0.
     pub uptime_ms: u64,
 }
 
@@ -139,7 +137,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{HELLO_LEN, Hello, HelloError, Scanner, VERSION, crc32c};
+    use super::{HELLO_LEN, Hello, HelloError, OLDEST, Scanner, VERSION, crc32c};
 
     #[test]
     fn crc_matches_the_published_check_value() {
@@ -174,7 +172,8 @@ mod tests {
     #[test]
     fn versions_agree_only_where_they_overlap() {
         let with = |version, oldest| Hello { version, oldest, ..Hello::new(0, [0; 16]) }.agree();
-        assert_eq!(with(1, 1), Some(1));
+        assert_eq!(with(VERSION, 1), Some(VERSION));
+        assert_eq!(with(OLDEST - 1, 1), None);
         assert_eq!(with(VERSION + 4, 1), Some(VERSION));
         assert_eq!(with(VERSION + 4, VERSION + 1), None);
         assert_eq!(with(0, 0), None);

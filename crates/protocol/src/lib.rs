@@ -1,9 +1,10 @@
-//! What a node and the agent in its guests agree on: the RPC schema, the handshake before it, and the
-//! constants that make every guest alike (address, MAC, port name), so that any descendant of one frozen
+//! What a node and the agent in its guests agree on: the RPC schema, the handshake and the release gate before it, and
+//! the constants that make every guest alike (address, MAC, port name), so that any descendant of one frozen
 //! machine fits any slot.
 
 #[cfg(feature = "client")]
 pub mod client;
+pub mod gate;
 pub mod handshake;
 pub mod seal;
 pub mod secrets;

@@ -3,19 +3,22 @@
 //! What crosses the channel stays in the guest's memory long after it was read: in the buffers of its console, in rings, in
 //! what the agent freed. A snapshot would have it all. So secrets cross it sealed, to a key that the receiver makes
 //! for one message and forgets with it (HPKE, RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; base mode). In the clear they
-//! are only in [`Plain`] and in the one buffer that is sealed or opened, which are zeroes when they are dropped.
+//! are only in [`Plain`] and in the one buffer that is sealed or opened, which are zeroes when they are dropped; and, while the
+//! cipher is at work, in blocks on the stack, which is overwritten after it.
 
 use crate::guest::{SealedSecrets, Secret};
 use hpke::{
     Deserializable, Kem, OpModeR, OpModeS, Serializable, aead::ChaCha20Poly1305, kdf::HkdfSha256,
     kem::X25519HkdfSha256, single_shot_open, single_shot_seal,
 };
-use zeroize::Zeroizing;
+use zeroize::{Zeroize, Zeroizing};
 
 type Suite = X25519HkdfSha256;
 
 /// What a seal is for.
 const INFO: &[u8] = b"keiki secrets 3";
+/// More of the stack than the cipher needs.
+const STACK: usize = 32 << 10;
 /// An encapsulated key, which the sealed values begin with.
 const ENCAPSULATED: usize = 32;
 
@@ -76,15 +79,9 @@ impl Key {
         let (encapsulated, values) = sealed.values.split_at_checked(ENCAPSULATED).ok_or(SealError::Sealed)?;
         let encapsulated =
             <Suite as Kem>::EncappedKey::from_bytes(encapsulated).map_err(|_| SealError::Sealed)?;
-        let opened = single_shot_open::<ChaCha20Poly1305, HkdfSha256, Suite>(
-            &OpModeR::Base,
-            &self.0,
-            &encapsulated,
-            INFO,
-            values,
-            &[],
-        );
-        let values = Zeroizing::new(opened.map_err(|_| SealError::Sealed)?);
+        let opened = decrypt(&self.0, &encapsulated, values);
+        clear_stack();
+        let values = opened.ok_or(SealError::Sealed)?;
         let mut rest: &[u8] = &values;
         let mut all = Vec::with_capacity(sealed.secrets.len());
         for Secret { name, owner, size } in &sealed.secrets {
@@ -118,11 +115,37 @@ pub fn seal(public: &[u8], secrets: &[Plain]) -> Result<SealedSecrets, SealError
         named.push(Secret { name: name.clone(), owner: owner.clone(), size });
         values.extend_from_slice(value);
     }
+    let sealed = encrypt(&public, &values);
+    clear_stack();
+    Ok(SealedSecrets { secrets: named, values: sealed.ok_or(SealError::Key)?.into() })
+}
+
+/// In a frame of its own, as [`encrypt`]: all that it leaves on the stack is below its caller.
+#[inline(never)]
+fn decrypt(
+    key: &<Suite as Kem>::PrivateKey,
+    encapsulated: &<Suite as Kem>::EncappedKey,
+    values: &[u8],
+) -> Option<Zeroizing<Vec<u8>>> {
+    let mode = OpModeR::Base;
+    single_shot_open::<ChaCha20Poly1305, HkdfSha256, Suite>(&mode, key, encapsulated, INFO, values, &[])
+        .ok()
+        .map(Zeroizing::new)
+}
+
+#[inline(never)]
+fn encrypt(public: &<Suite as Kem>::PublicKey, values: &[u8]) -> Option<Vec<u8>> {
+    let mode = OpModeS::Base;
     let (encapsulated, sealed) =
-        single_shot_seal::<ChaCha20Poly1305, HkdfSha256, Suite>(&OpModeS::Base, &public, INFO, &values, &[])
-            .map_err(|_| SealError::Key)?;
-    let values = [encapsulated.to_bytes().as_slice(), &sealed].concat();
-    Ok(SealedSecrets { secrets: named, values: values.into() })
+        single_shot_seal::<ChaCha20Poly1305, HkdfSha256, Suite>(&mode, public, INFO, values, &[]).ok()?;
+    Some([encapsulated.to_bytes().as_slice(), &sealed].concat())
+}
+
+/// Overwrites what calls that have returned left on the stack.
+#[inline(never)]
+fn clear_stack() {
+    let mut below = [0u8; STACK];
+    below.zeroize();
 }
 
 #[cfg(test)]

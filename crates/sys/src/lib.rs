@@ -4,6 +4,7 @@
 
 pub mod failpoint;
 pub mod files;
+pub mod heap;
 pub mod host;
 pub mod jail;
 pub mod netns;

@@ -27,7 +27,7 @@ pub struct Process {
 pub struct Setup {
     /// Network namespace it runs in.
     pub netns: Option<OwnedFd>,
-    /// Descriptors it inherits, under the numbers they have here.
+    /// Descriptors it inherits, under the numbers they have here, and no others beside its standard streams.
     pub keep: Vec<OwnedFd>,
     /// Jail it is put into last.
     pub jail: Option<Jail>,
@@ -42,6 +42,7 @@ impl Process {
     pub fn spawn(command: &mut Command, setup: Setup) -> io::Result<(Self, Option<ChildStderr>)> {
         let enter = move || {
             rustix::process::setsid()?;
+            close_others_at_exec()?;
             for fd in &setup.keep {
                 fcntl_setfd(fd, FdFlags::empty())?;
             }
@@ -69,7 +70,8 @@ impl Process {
         let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
             Ok(fd) => fd,
-            Err(Errno::SRCH) => return Ok(None),
+            // The second, and of newer kernels the third: it is just gone, or its number is that of a thread now.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
         // The descriptor pins the process; whether the number meant it before is told by its start.
@@ -233,10 +235,41 @@ fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64;
     Ok(Some(numbers))
 }
 
+/// Whatever we were started with stays ours: a directory that our own parent left open would lead out of any jail.
+fn close_others_at_exec() -> io::Result<()> {
+    // SAFETY: it sets a flag of descriptors and touches no memory.
+    match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::{Process, Setup};
-    use std::process::Command;
+    use rustix::{fd::AsRawFd, io::FdFlags};
+    use std::{io::Read, process::Command, process::Stdio};
+
+    #[test]
+    fn it_has_what_it_was_given_and_nothing_else() -> std::io::Result<()> {
+        let left = std::fs::File::open("/")?;
+        rustix::io::fcntl_setfd(&left, FdFlags::empty())?;
+        let keep = std::fs::File::open("/dev/null")?;
+        let line = format!(
+            "[ -e /proc/self/fd/{} ] || echo given is missing >&2; [ ! -e /proc/self/fd/{} ] || echo left is there >&2; echo end >&2",
+            keep.as_raw_fd(),
+            left.as_raw_fd()
+        );
+        let setup = Setup { keep: vec![keep.into()], ..Setup::default() };
+        let mut command = Command::new("sh");
+        command.args(["-c", &line]).stderr(Stdio::piped());
+        let (process, stderr) = Process::spawn(&mut command, setup)?;
+        let mut said = String::new();
+        stderr.ok_or_else(|| std::io::Error::other("no stderr"))?.read_to_string(&mut said)?;
+        assert_eq!(said, "end\n");
+        while process.try_reap().is_none() {}
+        Ok(())
+    }
 
     #[test]
     fn cpu_time_grows_with_work() -> std::io::Result<()> {
@@ -267,6 +300,13 @@ mod tests {
         while process.is_alive() {}
         assert!(!found(user)?, "one that has ended");
         assert!(process.try_reap().is_some());
+        Ok(())
+    }
+
+    #[test]
+    fn a_thread_is_no_process() -> std::io::Result<()> {
+        let thread = || Process::open(rustix::thread::gettid().as_raw_pid().unsigned_abs());
+        assert!(std::thread::spawn(thread).join().map_err(|_| std::io::Error::other("panic"))??.is_none());
         Ok(())
     }
 

@@ -1,11 +1,41 @@
-//! Copying files with holes: disks are mostly holes, and a copy should be too.
+//! Files with holes: disks and memory are mostly holes, and a copy should be too.
 
 use rustix::fs::SeekFrom;
 use std::{
     fs::File,
     io::{self, Read, Seek, Write},
+    ops::Range,
     path::Path,
 };
+
+/// Where a file has data, in order: whole blocks of this size, the last one up to the end. What lies between is holes.
+///
+/// # Errors
+/// Those of looking.
+pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
+    let size = file.metadata()?.len();
+    let mut found: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    // Not from piece to piece: there may be thousands in a block.
+    while let Some(start) = next_data(file, at)? {
+        let start = start / block * block;
+        at = (start + block).min(size);
+        match found.last_mut() {
+            Some(last) if last.end == start => last.end = at,
+            _ => found.push(start..at),
+        }
+    }
+    Ok(found)
+}
+
+/// Where data begins, at or after `at`; nowhere if there are only holes up to the end.
+fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
+    match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(start) => Ok(Some(start)),
+        Err(rustix::io::Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
 
 /// Copies `from` to a new file `to`, data only; holes stay holes. The copy is durable when this returns.
 ///
@@ -13,17 +43,10 @@ use std::{
 /// If either cannot be read or written; `to` may be incomplete then.
 pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut source = File::open(from)?;
-    let size = source.metadata()?.len();
     let mut target = File::create_new(to)?;
-    target.set_len(size)?;
+    target.set_len(source.metadata()?.len())?;
     let mut at = 0;
-    while at < size {
-        let start = match rustix::fs::seek(&source, SeekFrom::Data(at)) {
-            Ok(start) => start,
-            // Nothing but a hole up to the end.
-            Err(rustix::io::Errno::NXIO) => break,
-            Err(error) => return Err(error.into()),
-        };
+    while let Some(start) = next_data(&source, at)? {
         let end = rustix::fs::seek(&source, SeekFrom::Hole(start))?;
         source.seek(io::SeekFrom::Start(start))?;
         target.seek(io::SeekFrom::Start(start))?;
@@ -39,7 +62,7 @@ pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::copy;
+    use super::{copy, data};
     use std::{fs, io::Write, os::unix::fs::FileExt, os::unix::fs::MetadataExt};
 
     #[test]
@@ -54,6 +77,21 @@ mod tests {
         assert_eq!(fs::read(&from)?, fs::read(&to)?);
         assert!(fs::metadata(&to)?.blocks() * 512 < 2 << 20, "the holes were filled");
         assert!(copy(&from, &to).is_err(), "an existing file is not overwritten");
+        Ok(())
+    }
+
+    #[test]
+    fn data_is_told_in_whole_blocks() -> std::io::Result<()> {
+        const BLOCK: u64 = 1 << 20;
+        let file = tempfile::tempfile()?;
+        assert_eq!(data(&file, BLOCK)?, []);
+        file.set_len(9 * BLOCK + 4096)?;
+        assert_eq!(data(&file, BLOCK)?, []);
+        file.write_all_at(b"in a block", 2 * BLOCK + 8192)?;
+        file.write_all_at(b"over an edge", 4 * BLOCK - 5)?;
+        file.write_all_at(b"end", 9 * BLOCK + 4000)?;
+        let wanted = [2 * BLOCK..5 * BLOCK, 9 * BLOCK..9 * BLOCK + 4096];
+        assert_eq!(data(&file, BLOCK)?, wanted);
         Ok(())
     }
 }

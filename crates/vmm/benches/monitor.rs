@@ -10,15 +10,16 @@ mod tiny;
 #[path = "monitor/working_set.rs"]
 mod working_set;
 
-use keiki_control::{Reply, Request};
+use keiki_control::{Reply, Request, Shape};
 use keiki_hv::{
     GuestRam, HugePages, Kvm,
     fork::{Side, exit, fork},
 };
-use monitor::{COUNT, Monitor, PATIENCE, Place, borrow, place, thaw_request};
+use monitor::{COUNT, Monitor, PATIENCE, Place, Stored, borrow, place, thaw_request};
 use serde_json::{Value, json};
 use std::{
     fs,
+    os::unix::fs::FileExt,
     time::{Duration, Instant},
 };
 use vm_memory::{Bytes, GuestAddress};
@@ -67,22 +68,76 @@ fn round(machine: &Monitor) {
     }
 }
 
-fn pauses(place: &Place, report: &mut Report, name: &str, mib: u32, dirty: u32, samples: usize) {
+/// What guest memory lies over.
+#[derive(Clone, Copy, PartialEq)]
+enum Over {
+    /// Nothing: the machine booted.
+    Nothing,
+    /// Holes of a stored one, whose guest left free what is written now.
+    Holes,
+    /// Data of a stored one.
+    Data,
+}
+
+/// A machine that writes so many MiB over and over. One that was stored stood still until then.
+fn writing(place: &Place, mib: u32, dirty: u32, over: Over) -> Monitor {
     let mut machine = place.try_boot(&dirtier(dirty), 1, mib).unwrap();
+    machine.remember_ram(mib.into());
+    if over == Over::Nothing {
+        return machine;
+    }
+    if over == Over::Data {
+        round(&machine);
+    }
+    assert_eq!(machine.call(&Request::Pause), Reply::Done);
+    if over == Over::Holes {
+        // As if it had written nothing yet.
+        let zeroes = vec![0; 1 << 20];
+        let start = machine.ram_start_of(mib.into());
+        for at in 16..16 + u64::from(dirty) {
+            machine.mem().write_all_at(&zeroes, start + (at << 20)).unwrap();
+        }
+    }
+    let (mut zygote, _) = place.freeze(&mut machine);
+    machine.kill();
+    let (stored, _) = place.persist(&mut zygote, None);
+    zygote.stop();
+    let shape = Shape { vcpus: 1, memory_mib: mib };
+    let mut loaded = place.load(&Stored { shape, ..stored });
+    let mut machine = place.thaw(&mut loaded);
+    loaded.kill();
+    machine.remember_ram(mib.into());
+    machine
+}
+
+/// Each zygote ends at once, or, if it is `kept`, when everything was written once more.
+fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: Over, kept: bool) {
+    let [mib, dirty] = size;
+    let samples = if mib > 1024 { 20 } else { 40 };
+    let mut machine = writing(place, mib, dirty, over);
     machine.remember_ram(mib.into());
     let bottom = place.dir.path().join("bottom.raw");
     let (mut pause, mut steps) = (Vec::new(), std::collections::BTreeMap::<String, Vec<f64>>::new());
+    round(&machine);
     for _ in 0..samples {
-        round(&machine);
         let (zygote, frozen) = place.freeze(&mut machine);
         pause.push(frozen.vcpu_pause_ns as f64 / 1e6);
         for step in frozen.steps {
             steps.entry(step.name).or_default().push(step.ns as f64 / 1e6);
         }
+        if kept {
+            round(&machine);
+        }
         zygote.kill();
+        round(&machine);
         place.flatten(&mut machine, &bottom);
     }
-    let params = json!({"memory_mib": mib, "dirty_mib": dirty});
+    let over = match over {
+        Over::Nothing => "nothing",
+        Over::Holes => "holes",
+        Over::Data => "data",
+    };
+    let params = json!({"memory_mib": mib, "dirty_mib": dirty, "over": over, "zygote": if kept { "kept" } else { "ended" }});
     report.add(name, "ms", params.clone(), pause);
     for (step, samples) in steps {
         report.add(&format!("{name}_{step}"), "ms", params.clone(), samples);
@@ -235,8 +290,12 @@ fn main() {
     let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == name);
     let Some(place) = place() else { return };
     let mut report = Report(Vec::new());
+    const OVER: [(Over, bool); 4] =
+        [(Over::Nothing, false), (Over::Holes, false), (Over::Holes, true), (Over::Data, false)];
     if is_wanted("fork_pause") {
-        pauses(&place, &mut report, "fork_pause", 256, 64, 40);
+        for (over, kept) in OVER {
+            pauses(&place, &mut report, "fork_pause", [256, 64], over, kept);
+        }
     }
     if is_wanted("fork_first_exit") {
         first_exit(&place, &mut report);
@@ -245,7 +304,9 @@ fn main() {
         eight(&place, &mut report);
     }
     if is_wanted("fork_pause_4g") {
-        pauses(&place, &mut report, "fork_pause_4g", 4096, 512, 10);
+        for (over, kept) in OVER {
+            pauses(&place, &mut report, "fork_pause_4g", [4096, 512], over, kept);
+        }
     }
     if is_wanted("child_private_mib") {
         private(&place, &mut report);

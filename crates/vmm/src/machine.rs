@@ -93,7 +93,7 @@ impl Machine {
         let mut initrd = File::from(descriptors.take(Role::Initrd)?);
         let devices = windows(&boot.devices)?;
         let resources = Resources::take(descriptors, &boot.devices.disks)?;
-        let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::No)?;
+        let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::Advise)?;
         let config = Config { shape: boot.shape, devices: boot.devices.clone() };
         let baseline = match boot.cpu {
             Cpu::Baseline => Baseline::Baseline,

@@ -2,9 +2,9 @@
 
 mod monitor;
 
-use keiki_control::{Client, ControlError, Freeze, Reply, Request, Role, Shape};
+use keiki_control::{Client, ControlError, Freeze, Reply, Request, Role};
 use keiki_sys::process::Process;
-use monitor::{Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
+use monitor::{COUNT, Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
 use std::{
     fs::File,
     os::fd::OwnedFd,
@@ -38,13 +38,7 @@ fn large(place: &Place) -> (Monitor, Monitor) {
 fn a_zygote_that_is_written_down_makes_machines() {
     let Some(place) = place() else { return };
     let (_machine, mut zygote) = large(&place);
-    let stored = Stored {
-        memory: place.path("mem"),
-        state: place.path("state"),
-        digest: [0; 32],
-        layers: zygote.files.as_ref().unwrap().layers.clone(),
-        shape: Shape { vcpus: 1, memory_mib: 512 },
-    };
+    let stored = place.to_store(&zygote, 512);
     let (mut writer, theirs) = Client::pair().unwrap();
     let fds = [
         (Role::Memory, read_write(&stored.memory)),
@@ -105,7 +99,7 @@ fn machines_are_made_at_once_each_with_its_own_connection() {
 
 /// Where the guest is told to end.
 const FLAG: u64 = 0x3000;
-/// Waits until it is told to, and switches the machine off.
+/// Waits until it is told to, switches the machine off, and counts that.
 #[rustfmt::skip]
 const END_WHEN_TOLD: &[u8] = &[
     0x83, 0x3d, 0x00, 0x30, 0x00, 0x00, 0x00, // cmp dword [FLAG], 0
@@ -113,32 +107,113 @@ const END_WHEN_TOLD: &[u8] = &[
     0x66, 0xba, 0x00, 0x06,                   // mov dx, 0x600
     0xb0, 0x34,                               // mov al, sleep now, type 5
     0xee,                                     // out dx, al
+    0xff, 0x05, 0x00, 0x20, 0x00, 0x00,       // inc dword [COUNT]
     0xeb, 0xfe,                               // jmp here
 ];
 
-/// A guest that ends while its machine is being frozen: a copy of it ends too, or there is none.
+/// A machine whose guest ends when it is told to.
+fn ending(place: &Place) -> Monitor {
+    let mut machine = place.boot(END_WHEN_TOLD);
+    machine.remember_ram(16);
+    machine
+}
+
+/// Asks for a freeze. What its zygote would be reached by, and its machine's next top.
+fn begin_freeze(place: &Place, machine: &mut Monitor) -> (Client, std::path::PathBuf) {
+    let top = place.path("top");
+    std::fs::copy(place.dir.path().join("empty.qcow2"), &top).unwrap();
+    let (client, theirs) = Client::pair().unwrap();
+    let fds = [(Role::Control, theirs), (Role::Top, read_write(&top))];
+    machine.client.ask(&Request::Freeze(Freeze {}), &borrow(&fds)).unwrap();
+    (client, top)
+}
+
+fn is_told_to_end(machine: &Monitor) {
+    machine.mem().write_all_at(&[1], machine.ram.unwrap() + FLAG).unwrap();
+}
+
+const REFUSED: &str = "its guest has just ended";
+
+/// A main thread, traced: it goes from system call to system call.
+struct Traced(rustix::process::Pid);
+
+impl Traced {
+    /// Takes hold of it wherever it is.
+    fn of(monitor: &Monitor) -> Self {
+        let traced = Self(rustix::process::Pid::from_raw(monitor.pid() as i32).unwrap());
+        traced.ask(libc::PTRACE_SEIZE, 0, libc::PTRACE_O_TRACESYSGOOD as usize);
+        traced.ask(libc::PTRACE_INTERRUPT, 0, 0);
+        traced.stops();
+        traced
+    }
+
+    /// Lets it run until it is about to make this call.
+    fn runs_until(&self, call: libc::c_long) {
+        let mut info = [0_u64; 16];
+        // A byte that says at what the thread stands, and from the fourth word on the call.
+        while info[0] as u8 != libc::PTRACE_SYSCALL_INFO_ENTRY || info[3] != call as u64 {
+            self.ask(libc::PTRACE_SYSCALL, 0, 0);
+            self.stops();
+            let (size, at) = (size_of_val(&info), info.as_mut_ptr() as usize);
+            self.ask(libc::PTRACE_GET_SYSCALL_INFO, size, at);
+        }
+    }
+
+    fn stops(&self) {
+        use rustix::process::{WaitOptions, waitpid};
+        let (_, status) = waitpid(Some(self.0), WaitOptions::empty()).unwrap().unwrap();
+        assert!(status.stopped(), "{status:?}");
+    }
+
+    #[allow(unsafe_code)]
+    fn ask(&self, request: libc::c_uint, address: usize, data: usize) {
+        // SAFETY: the requests above read nothing of ours, and write only where there is room for what they write.
+        let done = unsafe { libc::ptrace(request, self.0.as_raw_nonzero().get(), address, data) };
+        assert!(done >= 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+impl Drop for Traced {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.ask(libc::PTRACE_DETACH, 0, 0);
+        }
+    }
+}
+
+/// The end comes when the event loop has looked for it, and before the vCPUs are parked: there is no copy.
+#[test]
+fn a_machine_that_ends_while_it_is_frozen_is_not_copied() {
+    let Some(place) = place() else { return };
+    let mut machine = ending(&place);
+    let traced = Traced::of(&machine);
+    let (client, _top) = begin_freeze(&place, &mut machine);
+    traced.runs_until(libc::SYS_recvmsg);
+    is_told_to_end(&machine);
+    until("the guest has ended", || machine.peek_at(COUNT) == 1);
+    drop(traced);
+    let error = machine.client.answer(PATIENCE).unwrap_err();
+    assert!(matches!(&error, ControlError::Failed { sentence, .. } if sentence == REFUSED), "{error:?}");
+    machine.wait();
+    assert!(machine.console().ends_with("keiki-vmm: guest-shutdown\n"), "{}", machine.console());
+    let nobody = { client }.answer(PATIENCE).unwrap_err();
+    assert!(matches!(nobody, ControlError::Closed), "a zygote: {nobody:?}");
+}
+
+/// The end comes at any moment of a freeze: a copy of the machine ends too, or there is none.
 #[test]
 fn no_copy_is_of_a_machine_that_has_ended() {
     let Some(place) = place() else { return };
-    let (mut frozen, mut refused) = (0, 0);
-    for round in 0..120 {
-        let mut machine = place.boot(END_WHEN_TOLD);
-        machine.remember_ram(16);
-        let top = place.path("top");
-        std::fs::copy(place.dir.path().join("empty.qcow2"), &top).unwrap();
-        let (client, theirs) = Client::pair().unwrap();
-        let fds = [(Role::Control, theirs), (Role::Top, read_write(&top))];
-        let mem = machine.mem();
-        machine.client.ask(&Request::Freeze(Freeze {}), &borrow(&fds)).unwrap();
-        drop(fds);
-        // Somewhere in between it is asked, parks its vCPU, and is copied.
+    let (mut copied, mut refused, mut gone) = (0, 0, 0);
+    for round in 0..80 {
+        let mut machine = ending(&place);
+        let (client, top) = begin_freeze(&place, &mut machine);
         let asked = Instant::now();
         while asked.elapsed() < Duration::from_micros(10 * (round % 40)) {}
-        let at = machine.ram.unwrap() + FLAG;
-        mem.write_all_at(&[1], at).unwrap();
+        is_told_to_end(&machine);
         match machine.client.answer(PATIENCE).map(|answer| answer.reply) {
             Ok(Reply::Frozen(made)) => {
-                frozen += 1;
+                copied += 1;
                 let process = Process::open(made.pid).unwrap().unwrap();
                 let mut files = machine.files.clone();
                 files.as_mut().unwrap().layers.push(top);
@@ -149,19 +224,20 @@ fn no_copy_is_of_a_machine_that_has_ended() {
                 // One that is of before has not been told; others may be gone.
                 let copy = Process::open(thawed.pid).unwrap();
                 let mem = File::options().write(true).open(format!("/proc/{}/mem", thawed.pid));
-                let _ = mem.and_then(|mem| mem.write_all_at(&[1], at));
+                let _ = mem.and_then(|mem| mem.write_all_at(&[1], machine.ram.unwrap() + FLAG));
                 let ended = || copy.as_ref().is_none_or(|copy| copy.try_reap().is_some());
                 until("the copy ends as its original did", ended);
             }
             Err(ControlError::Failed { sentence, .. }) => {
-                assert_eq!(sentence, "its guest has just ended");
+                assert_eq!(sentence, REFUSED);
                 refused += 1;
             }
-            // It had ended before it was asked.
-            Err(ControlError::Closed) => {}
+            // The end was seen first.
+            Err(ControlError::Closed) => gone += 1,
             other => panic!("{other:?}"),
         }
         machine.wait();
     }
-    println!("{frozen} frozen, {refused} refused");
+    println!("{copied} copied, {refused} refused, {gone} gone");
+    assert!(copied + refused > 0, "no freeze came before the end");
 }

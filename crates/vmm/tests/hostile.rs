@@ -2,8 +2,8 @@
 
 mod monitor;
 
-use keiki_control::{Reply, Request, Shape};
-use monitor::{COUNT, Monitor, SILENT, Stored, place, until};
+use keiki_control::{Reply, Request};
+use monitor::{COUNT, Monitor, SILENT, place, until};
 use std::fs;
 
 /// Writes to, and reads from, many addresses of the first device windows and what lies behind them; then the same for
@@ -144,13 +144,7 @@ fn persisting_is_nobody_elses_business() {
         machine.poke(0x10_0000 + 0x10_0000 + page * 4096, page as u32 + 1);
     }
     let (mut zygote, _) = place.freeze(&mut machine);
-    let stored = Stored {
-        memory: place.path("mem"),
-        state: place.path("state"),
-        digest: [0; 32],
-        layers: Vec::new(),
-        shape: Shape { vcpus: 1, memory_mib: 16 },
-    };
+    let stored = place.to_store(&zygote, 16);
     let own = zygote.pid();
     place.begin_persist(&mut zygote, &stored, own);
     for round in 0..3 {

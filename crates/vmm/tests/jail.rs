@@ -70,7 +70,12 @@ fn looks_jailed(monitor: &Monitor) {
     }
     let limits = fs::read_to_string(proc.join("limits")).unwrap();
     let limits = limits.split_whitespace().collect::<Vec<_>>().join(" ");
-    for limit in ["Max core file size 0 0", "Max open files 256 256", "Max processes 4096 4096"] {
+    for limit in [
+        "Max core file size 0 0",
+        "Max open files 256 256",
+        "Max processes 4096 4096",
+        "Max file size 68719476736 68719476736",
+    ] {
         assert!(limits.contains(limit), "{limits}");
     }
 }

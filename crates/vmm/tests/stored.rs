@@ -4,8 +4,11 @@
 mod in_use;
 mod monitor;
 
-use keiki_control::{ControlError, FailureKind, Reply, Request, Shape};
-use keiki_hv::Kvm;
+use keiki_control::{ControlError, Cpu, FailureKind, Reply, Request, Shape};
+use keiki_hv::{
+    Kvm,
+    cpuid::{Baseline, CpuModel},
+};
 use keiki_vmm::frozen::Frozen;
 use monitor::{COUNT, LETTERS, Monitor, Place, SILENT, Stored, place, until};
 use std::{fs, os::unix::fs::FileExt, os::unix::fs::MetadataExt};
@@ -80,13 +83,7 @@ fn the_page_map_of_a_relative_is_refused() {
     let mut machine = place.boot(SILENT);
     machine.counts();
     let (mut zygote, _) = place.freeze(&mut machine);
-    let stored = Stored {
-        memory: place.path("mem"),
-        state: place.path("state"),
-        digest: [0; 32],
-        layers: Vec::new(),
-        shape: Shape { vcpus: 1, memory_mib: 16 },
-    };
+    let stored = place.to_store(&zygote, 16);
     let error = place.try_persist(&mut zygote, &stored, machine.pid()).unwrap_err();
     assert_eq!(error.to_string(), "the page map that was handed over is not this process's own");
     let own = zygote.pid();
@@ -151,6 +148,23 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     assert_eq!(error, "the memory file has 15728640 bytes, the machine has 16 MiB");
     // A blank that refused can still take what is right.
     place.thaw(&mut place.load(&stored)).counts();
+}
+
+/// A machine may have all that the host's processor has, and its record says so.
+#[test]
+fn a_machine_with_the_hosts_own_processor_is_copied_and_stored() {
+    let Some(mut place) = place() else { return };
+    let (_machine, _zygote, masked) = stored(&place, SILENT);
+    place.cpu = Cpu::Host;
+    let (_machine, mut zygote, own) = stored(&place, SILENT);
+    place.thaw(&mut zygote).counts();
+    place.thaw(&mut place.load(&own)).counts();
+    let [masked, own] = [state_of(&masked).cpu, state_of(&own).cpu];
+    assert_eq!((masked.baseline, own.baseline), (Baseline::Baseline, Baseline::Host));
+    let bits = |model: &CpuModel| -> u32 {
+        model.entries.iter().flat_map(|entry| &entry[3..]).map(|word| word.count_ones()).sum()
+    };
+    assert!(bits(&own) > bits(&masked), "nothing was masked");
 }
 
 /// A machine of another processor: refused by the name of what is missing here, before anything starts.

@@ -1,14 +1,15 @@
 //! `keiki bench`, as somebody types it.
 
-use crate::World;
+use crate::{World, within};
 use anyhow::{Context, Result, ensure};
-use std::{process::Stdio, sync::Arc, time::Duration};
+use std::{process::Stdio, sync::Arc};
 use tokio::process::Command;
 
 /// Few samples, but of each kind of metric.
 const ONLY: &str =
     "create,exec_roundtrip,fork_pause,fork_tax,pss_per_child,private_per_child,model,snapshot,boot";
-const LIMIT: Duration = Duration::from_secs(240);
+/// Seconds it may take.
+const LIMIT: u64 = 240;
 
 pub async fn a_quick_run_measures_and_leaves_nothing(world: Arc<World>) -> Result<()> {
     let run = Command::new(world.places.program("keiki"))
@@ -16,7 +17,7 @@ pub async fn a_quick_run_measures_and_leaves_nothing(world: Arc<World>) -> Resul
         .stdin(Stdio::null())
         .kill_on_drop(true)
         .output();
-    let output = tokio::time::timeout(LIMIT, run).await.context("it takes too long")??;
+    let output = tokio::time::timeout(within(LIMIT), run).await.context("it takes too long")??;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.success(), "it ended with {}: {said}", output.status);
     let report: serde_json::Value = serde_json::from_slice(&output.stdout)?;

@@ -8,11 +8,7 @@ use keiki_types::api::BuildTemplate;
 use std::{collections::BTreeSet, sync::Arc};
 
 /// A template with them. On four processors.
-pub const TEMPLATE: &str = r#"
-description = "Servers to be copied"
-shape = { vcpus = 4, memory_mib = 256, disk_mib = 2048 }
-packages = ["procps", "python3", "openssh-server", "redis-server", "dnsmasq-base"]
-"#;
+pub const TEMPLATE: &str = include_str!("../../templates/services.toml");
 const NAME: &str = "services";
 const TALK: &str = include_str!("../../guest/talk.py");
 const DNS: &str = include_str!("../../guest/dns.py");

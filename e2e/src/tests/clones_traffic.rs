@@ -1,6 +1,6 @@
 //! What passes between a caller and a sandbox while it is frozen belongs to the original, all of it.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::{StreamExt, stream};
@@ -11,11 +11,13 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 const PIECE: usize = 256 << 10;
 const PIECES: usize = 64;
+/// How long an upload may stand still: the node gives one up after a minute.
+const STILL: Duration = Duration::from_secs(20);
 const LINES: usize = 150_000;
 
 /// A piece of a file that is no other piece of it.
@@ -28,8 +30,9 @@ async fn upload(sandbox: Sandbox, goes_on: Arc<AtomicBool>) -> Result<()> {
     let slow = stream::iter(0..PIECES).then(move |n| {
         let goes_on = goes_on.clone();
         async move {
-            // The second half waits for the end of the copying.
-            while n >= PIECES / 2 && goes_on.load(Ordering::Relaxed) {
+            // The second half waits for the end of the copying, but no piece as long as would make it given up.
+            let begun = Instant::now();
+            while n >= PIECES / 2 && goes_on.load(Ordering::Relaxed) && begun.elapsed() < STILL {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             Ok(piece(n))
@@ -117,7 +120,7 @@ pub async fn traffic_is_the_originals(world: Arc<World>) -> Result<()> {
     let small: Vec<_> = (0..4)
         .map(|who| tokio::spawn(run_small(parent.clone(), who, Arc::clone(&goes_on), Arc::clone(&count))))
         .collect();
-    for _ in 0..100 {
+    for _ in 0..100 * patience() {
         if started.load(Ordering::Relaxed) && count.load(Ordering::Relaxed) > 4 {
             break;
         }

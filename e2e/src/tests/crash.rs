@@ -3,6 +3,7 @@
 use crate::{
     World,
     node::{Node, Options},
+    patience,
     sandbox::Sandbox,
 };
 use anyhow::{Result, ensure};
@@ -119,7 +120,7 @@ async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) ->
     }
     // Places ahead are refilled in the background: at most two beside the keeper.
     let mut traces = node.traces()?;
-    for _ in 0..30 {
+    for _ in 0..30 * patience() {
         if traces.monitors.len() <= 3 && traces.sandboxes <= 3 {
             return Ok(());
         }

@@ -4,6 +4,7 @@ use super::refused;
 use crate::{
     World,
     node::{Node, Options},
+    patience,
     sandbox::Sandbox,
 };
 use anyhow::{Context, Result, ensure};
@@ -33,7 +34,7 @@ pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<
     ensure!(fs::read_dir(node.data.join("store/scratch"))?.count() == 0, "scratch was left");
     fs::remove_file(&ballast)?;
     // The file system gives the blocks back in the background.
-    for _ in 0..50 {
+    for _ in 0..50 * patience() {
         if free(&node.data.join("store"))? > 1 << 30 {
             break;
         }

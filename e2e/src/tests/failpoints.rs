@@ -7,7 +7,9 @@
 use crate::{
     World, long,
     node::{Node, Options, Traces},
+    patience,
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, bail, ensure};
 use keiki_types::{
@@ -26,8 +28,8 @@ use std::{
 const SHORT: [u32; 3] = [1, 4, 9];
 /// No verb has more.
 const MOST: u32 = 80;
-/// How long a node may take to die of what it was told.
-const DEATH: Duration = Duration::from_secs(5);
+/// Seconds a node may take to die of what it was told.
+const DEATH: u64 = 5;
 /// Monitors started ahead.
 const AHEAD: usize = 2;
 /// Slots built ahead, and one under way.
@@ -127,7 +129,7 @@ impl Trial {
     async fn step(&mut self, verb: &str, makes: usize, step: u32) -> Result<bool> {
         self.restart(Some(&format!("{verb}:{step}"))).await?;
         let done = self.run(verb).await.with_context(|| format!("{verb} with a death at step {step}"));
-        let died = self.node.has_died(if done.is_ok() { Duration::ZERO } else { DEATH }).await?;
+        let died = self.node.has_died(if done.is_ok() { Duration::ZERO } else { within(DEATH) }).await?;
         if !died {
             done?;
         }
@@ -280,7 +282,7 @@ impl Trial {
     /// Nothing but the keeper, and what waits ahead, is on the host and in the store.
     async fn settled(&self) -> Result<()> {
         let mut seen = String::new();
-        for _ in 0..60 {
+        for _ in 0..60 * patience() {
             let traces = self.node.traces()?;
             let rest = ["scratch", "hibernated"].map(|part| self.entries(part));
             let rest: Vec<usize> = rest.into_iter().collect::<Result<_>>()?;

@@ -4,9 +4,10 @@ use super::{
     observe::{metric, metrics},
     refused,
 };
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox};
 use anyhow::{Result, ensure};
 use futures::TryStreamExt;
+use keiki_client::ExecEvent;
 use keiki_types::{
     Status,
     api::{CreateSandbox, ExecRequest, SetLifecycle, execs::StartExec},
@@ -56,12 +57,12 @@ pub async fn hibernated_and_woken_by_use(world: Arc<World>) -> Result<()> {
     refused(client.sandbox(sandbox.id).await, 404, "no sandbox")
 }
 
-/// Whatever asks for its files wakes it, and finds what was written last. Asleep it has no machine, no slot, no memory.
+/// Whatever asks for its files, or for a command's output as it comes, wakes it, and finds what was written last. Asleep it has no machine, no slot, no memory.
 pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     // What is prepared for the next create has slots, too.
-    for _ in 0..100 {
+    for _ in 0..100 * patience() {
         if metric(&metrics(&world.node).await?, r#"keiki_prestarted_machines{template="base"}"#) == Some(2.0)
         {
             break;
@@ -73,7 +74,9 @@ pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
         let chunks: Vec<_> = client.read_archive(id, "/root/packed").await?.try_collect().await?;
         bytes::Bytes::from(chunks.concat())
     };
-    for (round, way) in ["read", "write", "list", "stat", "pack", "unpack", "watch"].into_iter().enumerate() {
+    for (round, way) in
+        ["read", "write", "list", "stat", "pack", "unpack", "stream", "watch"].into_iter().enumerate()
+    {
         // Nothing is synced, and the hibernation comes at once.
         let last = format!("written last in round {round}");
         client.write_bytes(id, "/root/d/f", None, last.clone()).await?;
@@ -108,6 +111,10 @@ pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
                 let unpacked =
                     client.write_archive(id, "/root/d", keiki_client::Unpacking::default(), whole).await?;
                 ensure!(unpacked.files == 1, "{unpacked:?}");
+            }
+            "stream" => {
+                let said: Vec<_> = client.exec_stream(id, &echo()).await?.try_collect().await?;
+                ensure!(said.first() == Some(&ExecEvent::Stdout("hi\n".into())), "{said:?}");
             }
             _ => {
                 let mut events = client.watch(id, "/root/d", false).await?;
@@ -167,7 +174,7 @@ pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     // A long command is activity all the time; a GET is none.
     ensure!(used.sh("sleep 4; echo done").await? == "done", "swept while in use");
     client.set_lifecycle(used.id, &SetLifecycle { ttl_seconds: Some(600), persistent: None }).await?;
-    for _ in 0..20 {
+    for _ in 0..20 * patience() {
         if client.sandbox(passing.id).await.is_err() && lasting.view().await?.status == Status::Hibernated {
             break;
         }
@@ -189,7 +196,7 @@ pub async fn a_guest_that_dies_is_reported(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(client).await?;
     let bystander = Sandbox::create(client).await?;
     let _ = sandbox.exec("sync; echo c > /proc/sysrq-trigger").await;
-    for _ in 0..50 {
+    for _ in 0..50 * patience() {
         if sandbox.view().await?.status == Status::Failed {
             break;
         }

@@ -66,11 +66,11 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
 /// CPUs under emulation that would be measured instead.
 async fn stand_still(sandboxes: &[Sandbox]) -> Result<()> {
     let mut before = u64::MAX;
-    for _ in 0..60 {
+    for _ in 0..60 * patience() {
         let views = try_join_all(sandboxes.iter().map(Sandbox::view)).await?;
         let used: u64 = views.iter().filter_map(|view| view.cpu_ms).sum();
         // A guest that idles still ticks.
-        if before != u64::MAX && used - before < 200 {
+        if before != u64::MAX && used - before < 200 * u64::from(patience()) {
             return Ok(());
         }
         before = used;
@@ -145,19 +145,22 @@ pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result
     let long = crate::long();
     let half = Duration::from_secs(if long { 300 } else { 30 });
     let node = &world.node;
-    // The allocator keeps what the first half needed: a leak is what the second adds.
+    // The first half fills what is kept: connections, caches, free heap. A leak is what the second adds.
     everybody_works(node, half).await?;
     let before = metrics(node).await?;
     everybody_works(node, half).await?;
     let after = metrics(node).await?;
-    // Descriptors of connections that idle, threads that wait for work, memory that the allocator keeps.
+    // Descriptors of connections that idle and threads that wait for work come and go. The heap at rest grows by one thing
+    // alone: pages of the events that were written stay in their database's cache until that has 2 MB. What else each of a
+    // thousand requests leaves in it shows. Beside it the resident memory has what the heap keeps in fragments.
     for (name, slack) in [
         ("process_open_fds", 64.0),
         ("process_threads", 64.0),
         ("keiki_slots_used", 0.0),
         ("keiki_store_reserved_bytes", 0.0),
         ("keiki_memory_admitted_bytes", 0.0),
-        ("process_resident_memory_bytes", f64::from(96 << 20)),
+        ("keiki_heap_used_bytes", f64::from(2 << 20)),
+        ("process_resident_memory_bytes", f64::from(24 << 20)),
     ] {
         let value = |text: &str| metric(text, name).with_context(|| format!("{name} is missing"));
         let (was, is) = (value(&before)?, value(&after)?);
@@ -204,7 +207,7 @@ async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
     let done = figures.tell();
     let cpu = metric(&metrics(node).await?, "process_cpu_seconds_total").context("no CPU time")? - cpu;
     println!("        the node itself used {cpu:.1} s of CPU in {:.0} s", how_long.as_secs_f64());
-    ensure!(done > CLIENTS * 4, "only {done} requests in all");
+    ensure!(done * patience() as usize > CLIENTS * 4, "only {done} requests in all");
     node.delete_all().await;
     settle(node).await
 }
@@ -212,7 +215,7 @@ async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
 /// Waits until nothing is going on: as many slots and waiting monitors as at rest.
 async fn settle(node: &Node) -> Result<()> {
     let mut last = String::new();
-    for _ in 0..60 {
+    for _ in 0..60 * patience() {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let text = metrics(node).await?;
         let names = [

@@ -1,8 +1,8 @@
 //! Network: every copy has one, none can reach what it must not.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
-use std::{process::Stdio, sync::Arc, time::Duration};
+use std::{process::Stdio, sync::Arc};
 use tokio::{
     net::{TcpListener, TcpStream},
     process::{Child, Command},
@@ -83,7 +83,7 @@ async fn dial(sandbox: &Sandbox, host: &str, port: u16) -> Result<bool> {
 }
 
 async fn until_served(sandbox: &Sandbox) -> Result<()> {
-    for _ in 0..20 {
+    for _ in 0..20 * patience() {
         if dial(sandbox, SERVER, 80).await? {
             return Ok(());
         }
@@ -136,8 +136,7 @@ pub async fn egress_defaults(world: Arc<World>) -> Result<()> {
         let listener = TcpListener::bind("0.0.0.0:0").await?;
         let port = listener.local_addr()?.port();
         for (host, port) in [("10.99.99.99", 80), ("169.254.169.254", 80), ("198.51.100.1", port)] {
-            let dialled =
-                tokio::time::timeout(Duration::from_secs(5), TcpStream::connect((host, port))).await;
+            let dialled = tokio::time::timeout(within(5), TcpStream::connect((host, port))).await;
             dialled.with_context(|| format!("the host cannot reach {host}:{port}"))??;
         }
         let neighbour = other.view().await?.guest_ip;

@@ -4,6 +4,7 @@ use crate::{
     World,
     node::{Node, Options},
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, ensure};
 use futures::StreamExt;
@@ -30,7 +31,7 @@ async fn wait_for(client: &Client, id: SandboxId, kind: EventKind) -> Result<Eve
         }
         anyhow::bail!("the events ended without {kind:?}")
     };
-    tokio::time::timeout(Duration::from_secs(30), waiting).await.with_context(|| format!("no {kind:?}"))?
+    tokio::time::timeout(within(30), waiting).await.with_context(|| format!("no {kind:?}"))?
 }
 
 pub async fn events_tell_a_life(world: Arc<World>) -> Result<()> {
@@ -85,7 +86,7 @@ pub async fn events_tell_a_life(world: Arc<World>) -> Result<()> {
         }
         anyhow::Ok(mine)
     };
-    let live = tokio::time::timeout(Duration::from_secs(10), live).await.context("not told")??;
+    let live = tokio::time::timeout(within(10), live).await.context("not told")??;
     ensure!(live == life, "{live:?}");
     // A machine that ends by itself, and a time that runs out.
     child.exec("echo b > /proc/sysrq-trigger").await.ok();

@@ -1,7 +1,7 @@
 //! Connections to ports inside.
 
 use super::refused;
-use crate::{World, sandbox::Sandbox};
+use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::future::try_join_all;
@@ -135,7 +135,7 @@ pub async fn many_connections_and_stuck_ones(world: Arc<World>) -> Result<()> {
     ensure!(sandbox.sh("echo fine").await? == "fine", "a command beside stuck connections");
     let child = sandbox.fork_one().await.context("a fork beside stuck connections")?;
     ensure!(child.sh("echo child").await? == "child", "the child");
-    ensure!(begun.elapsed() < Duration::from_secs(60), "it took {:?}", begun.elapsed());
+    ensure!(begun.elapsed() < within(60), "it took {:?}", begun.elapsed());
     drop(stuck);
     // A connection is a use: it wakes.
     client.hibernate(id).await?;

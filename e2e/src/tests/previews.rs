@@ -1,6 +1,6 @@
 //! Previews: a server in a guest, seen through the node.
 
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use futures::{SinkExt, StreamExt};
@@ -79,7 +79,7 @@ impl Served {
         let sandbox = Sandbox::create(&world.node.client).await?;
         sandbox.client.write_bytes(sandbox.id, "/tmp/server.py", None, Bytes::from(SERVER)).await?;
         sandbox.background("python3 /tmp/server.py").await?;
-        for _ in 0..200 {
+        for _ in 0..200 * patience() {
             if sandbox.client.ports(sandbox.id).await?.iter().any(|port| port.port == 8000) {
                 return Ok(Self { sandbox, http: reqwest::Client::new() });
             }
@@ -157,7 +157,7 @@ pub async fn events_and_websockets_go_through(world: Arc<World>) -> Result<()> {
         while let Some(Ok(_)) = events.next().await {}
         while let Some(Ok(_)) = socket.next().await {}
     };
-    tokio::time::timeout(Duration::from_secs(10), ended).await.context("a stream outlives its sandbox")
+    tokio::time::timeout(within(10), ended).await.context("a stream outlives its sandbox")
 }
 
 pub async fn a_request_wakes_and_copies_serve_for_themselves(world: Arc<World>) -> Result<()> {

@@ -7,6 +7,7 @@ use crate::{
     World,
     node::{Node, Options},
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, ensure};
 use rustix::{
@@ -31,7 +32,9 @@ use tokio::{
 };
 
 /// What is waited for comes within this, also under emulation.
-const SOON: Duration = Duration::from_secs(20);
+fn soon() -> Duration {
+    within(20)
+}
 
 /// The program, and the node it talks to.
 struct Keiki {
@@ -69,7 +72,7 @@ impl Keiki {
     async fn said(&self, line: &str) -> Result<Said> {
         let run = self.command(line.split_whitespace()).output();
         let output =
-            tokio::time::timeout(SOON, run).await.with_context(|| format!("`keiki {line}` hangs"))?;
+            tokio::time::timeout(soon(), run).await.with_context(|| format!("`keiki {line}` hangs"))?;
         Ok(output?.into())
     }
 
@@ -112,12 +115,12 @@ impl Running {
             }
             anyhow::bail!("it ended without {words:?}")
         };
-        tokio::time::timeout(SOON, find).await.with_context(|| format!("{words:?} did not come"))?
+        tokio::time::timeout(soon(), find).await.with_context(|| format!("{words:?} did not come"))?
     }
 
     async fn end(mut self, with: Signal) -> Result<ExitStatus> {
         signal(&self.child, with)?;
-        let ended = tokio::time::timeout(SOON, self.child.wait()).await;
+        let ended = tokio::time::timeout(soon(), self.child.wait()).await;
         Ok(ended.context("it does not end when it is told to")??)
     }
 }
@@ -204,7 +207,7 @@ async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     ensure!(reader.until("line").await? == "line 2", "attach from an offset");
     ensure!(keiki.out(&format!("kill -s USR1 {id} {exec}")).await? == exec, "kill prints the command's id");
     reader.until("caught").await?;
-    let ended = tokio::time::timeout(SOON, reader.child.wait()).await.context("it goes on")??;
+    let ended = tokio::time::timeout(soon(), reader.child.wait()).await.context("it goes on")??;
     ensure!(ended.code() == Some(7), "its exit code came as {ended}");
     let again = keiki.said(&format!("attach --tail 7 {id} {exec}")).await?;
     ensure!(again.code == Some(7) && again.out == "caught", "{:?} {:?}", again.code, again.out);
@@ -216,7 +219,7 @@ async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     let typed = "printf 'one\\ntwo\\n' | \"$KEIKI\" attach -i \"$ID\" $(\"$KEIKI\" exec -d --stdin-open \"$ID\" -c 'md5sum; exit 3')";
     let mut shell = Command::new("sh");
     shell.args(["-c", typed]).env("KEIKI", &keiki.program).env("KEIKI_URL", &keiki.url).env("ID", id);
-    let said: Said = tokio::time::timeout(SOON, shell.output()).await.context("input hangs")??.into();
+    let said: Said = tokio::time::timeout(soon(), shell.output()).await.context("input hangs")??.into();
     ensure!(
         said.code == Some(3) && said.out.starts_with("2094b601daac3d68f5aed51d3c20f7cd"),
         "{:?} {:?}",
@@ -279,7 +282,7 @@ pub async fn a_forward_keeps_half_closes(world: Arc<World>) -> Result<()> {
         ensure!(after == "10", "after its end came {after} bytes");
         Ok(())
     };
-    tokio::time::timeout(SOON, carried).await.context("a forwarded connection hangs")??;
+    tokio::time::timeout(soon(), carried).await.context("a forwarded connection hangs")??;
     ensure!(forward.end(Signal::INT).await?.code() == Some(0), "Ctrl-C is how a forward ends");
     let taken = keiki
         .said(&format!(
@@ -353,14 +356,14 @@ impl Screen {
                 }
             }
         };
-        let found = tokio::time::timeout(SOON, find).await;
+        let found = tokio::time::timeout(soon(), find).await;
         found.with_context(|| {
             format!("{words:?} did not come; {:?} did", String::from_utf8_lossy(&self.seen))
         })?
     }
 
     async fn end(mut self) -> Result<Option<i32>> {
-        let ended = tokio::time::timeout(SOON, self.child.wait()).await.context("it does not end")??;
+        let ended = tokio::time::timeout(soon(), self.child.wait()).await.context("it does not end")??;
         // Echo and lines are as they were, or the person's shell is unusable afterwards.
         let modes = tcgetattr(&self.master)?.local_modes;
         ensure!(modes.contains(LocalModes::ECHO | LocalModes::ICANON), "the terminal stays raw: {modes:?}");
@@ -472,7 +475,7 @@ pub async fn a_killed_template_build_is_gone_on_with(world: Arc<World>) -> Resul
     while let Some(line) = again.err.next_line().await? {
         said.push_str(&line);
     }
-    let ended = tokio::time::timeout(SOON, again.child.wait())
+    let ended = tokio::time::timeout(soon(), again.child.wait())
         .await
         .context("it waits for a node that is gone")??;
     ensure!(ended.code() == Some(125) && !said.is_empty(), "{ended}: {said:?}");
@@ -507,6 +510,6 @@ pub async fn a_killed_template_build_is_gone_on_with(world: Arc<World>) -> Resul
 /// The next line of progress.
 async fn next_line(running: &mut Running) -> Result<String> {
     let line =
-        tokio::time::timeout(SOON * 5, running.err.next_line()).await.context("no progress is shown")??;
+        tokio::time::timeout(soon() * 5, running.err.next_line()).await.context("no progress is shown")??;
     line.context("it ended without a word")
 }

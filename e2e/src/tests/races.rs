@@ -4,6 +4,7 @@ use super::refused;
 use crate::{
     World,
     node::{Node, Options},
+    patience,
     sandbox::Sandbox,
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -193,7 +194,7 @@ pub async fn a_command_ends_with_a_caller_who_leaves(world: Arc<World>) -> Resul
         join_all(left).await;
     }
     let mut left = String::new();
-    for _ in 0..20 {
+    for _ in 0..20 * patience() {
         tokio::time::sleep(Duration::from_millis(200)).await;
         left = sandbox.sh("ps axo args | grep -c '[s]leep 77' || true").await?;
         if left == "0" {

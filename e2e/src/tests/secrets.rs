@@ -4,6 +4,7 @@ use crate::{
     World,
     node::{Node, Options},
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, ensure};
 use keiki_client::Client;
@@ -112,7 +113,7 @@ pub async fn a_node_killed_with_secrets_in_its_hands_gives_them_back(world: Arc<
         node = node.restart_failing(Some(&format!("snapshot:{step}"))).await?;
         let client = node.client.clone().with_retry_budget(Duration::ZERO);
         ensure!(client.snapshot(id).await.is_err(), "the node did not die at {step}");
-        ensure!(node.has_died(Duration::from_secs(5)).await?, "the node lives on after {step}");
+        ensure!(node.has_died(within(5)).await?, "the node lives on after {step}");
         ensure!(out.join("KEY").exists(), "after a death at {step} nothing is in {}", out.display());
         node = node.restart().await?;
         let sandbox = Sandbox { client: node.client.clone(), id };

@@ -4,7 +4,9 @@ use super::refused;
 use crate::{
     World,
     node::{Node, Options},
+    patience,
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
@@ -35,7 +37,7 @@ async fn to_the_end(mut events: ExecStream) -> Result<(String, i32)> {
 }
 
 async fn ended(client: &Client, id: SandboxId, exec: &str) -> Result<Exec> {
-    for _ in 0..100 {
+    for _ in 0..100 * patience() {
         let now = client.get_exec(id, exec).await?;
         if now.exit_code.is_some() {
             return Ok(now);
@@ -231,7 +233,7 @@ async fn until(pty: &mut Pty, words: &str) -> Result<String> {
             }
         }
     };
-    let read = tokio::time::timeout(Duration::from_secs(20), reading).await;
+    let read = tokio::time::timeout(within(20), reading).await;
     let text = String::from_utf8_lossy(&seen).into_owned();
     read.with_context(|| format!("{words:?} did not come; {text:?} did"))??;
     Ok(text)
@@ -365,7 +367,7 @@ pub async fn twenty_terminals_and_commands_beside_each_other(world: Arc<World>) 
     let flood = ExecRequest { cmd: Some("yes".into()), ..ExecRequest::default() };
     let stuck = try_join_all((0..24).map(|_| client.exec_stream(id, &flood))).await?;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let beside = tokio::time::timeout(Duration::from_secs(30), sandbox.sh("echo fine")).await;
+    let beside = tokio::time::timeout(within(30), sandbox.sh("echo fine")).await;
     ensure!(beside.context("stuck")?? == "fine", "a command beside unread ones");
     drop(stuck);
     output_that_nobody_reads_is_bounded(&sandbox).await

@@ -1,7 +1,7 @@
 //! Whole trees: as tar streams, through `keiki cp`, and watched.
 
 use super::refused;
-use crate::{World, sandbox::Sandbox};
+use crate::{World, patience, sandbox::Sandbox, within};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -50,7 +50,7 @@ pub async fn a_tree_moves_whole_from_one_to_another(world: Arc<World>) -> Result
     let empty = to.client.write_archive(to.id, "/root/cut", how, whole(tar[..half].to_vec())).await;
     refused(empty, 400, "not whole")?;
     let mut left = String::new();
-    for _ in 0..50 {
+    for _ in 0..50 * patience() {
         left = to.sh("ls -A /root/cut").await?;
         if left.is_empty() {
             break;
@@ -190,7 +190,7 @@ pub async fn changes_are_told(world: Arc<World>) -> Result<()> {
                 }
             }
         };
-        let found = tokio::time::timeout(Duration::from_secs(15), find).await;
+        let found = tokio::time::timeout(within(15), find).await;
         found.with_context(|| format!("{kind} {path} was not told"))?
     };
     until("ready", "/root/w").await?;
@@ -216,6 +216,6 @@ pub async fn files_that_wait_are_read_to_where_they_are(world: Arc<World>) -> Re
         let chunks: Vec<Bytes> = reader.chunks.try_collect().await?;
         anyhow::Ok(chunks.concat().len())
     };
-    tokio::time::timeout(Duration::from_secs(20), read).await.context("it waits for ever")??;
+    tokio::time::timeout(within(20), read).await.context("it waits for ever")??;
     Ok(())
 }

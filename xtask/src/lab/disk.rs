@@ -4,6 +4,7 @@ use super::{Args, Put, parts::Parts};
 use anyhow::{Context, Result, bail};
 use std::{
     fs::{self, File},
+    io::ErrorKind,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
@@ -26,11 +27,14 @@ pub(super) struct WorkDisk {
 }
 
 impl WorkDisk {
-    /// Fills one with everything that is to be in the lab.
-    pub(super) fn build(place: &Path, args: &Args, parts: &Parts) -> Result<Self> {
+    /// Fills one with everything that is to be in the lab, and with what was `left` by a machine before it.
+    pub(super) fn build(place: &Path, args: &Args, parts: &Parts, left: Option<&Path>) -> Result<Self> {
         let tree = place.join("tree");
         for dir in ["in", "out"] {
             fs::create_dir_all(tree.join(dir))?;
+        }
+        if let Some(left) = left {
+            copy(left, &tree.join("out"))?;
         }
         fs::write(tree.join("init"), INIT)?;
         let command: Vec<u8> =
@@ -74,6 +78,7 @@ impl WorkDisk {
             eprintln!("lab: e2fsck: {}", String::from_utf8_lossy(&mended.stdout).trim_end());
         }
         for name in self.list("/out")? {
+            remove(&to.join(&name))?;
             let request = format!("rdump /out/{name} {}", to.display());
             tool("debugfs", &["-R", &request, &self.image.display().to_string()])?;
         }
@@ -163,6 +168,14 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
+/// A file or directory, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    removed
+        .or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+        .with_context(|| format!("removing {}", path.display()))
+}
+
 fn used_mib(tree: &Path) -> Result<u64> {
     let text = tool("du", &["-sm", &tree.display().to_string()])?;
     text.split_whitespace().next().and_then(|word| word.parse().ok()).context("du says no size")
@@ -204,6 +217,10 @@ mod tests {
         tool("mkfs.ext4", &["-q", "-F", "-d", &tree, &image_arg]).unwrap();
         let disk = WorkDisk { image };
         let out = dir.path().join("back");
+        disk.copy_out(&out).unwrap();
+        assert_eq!(fs::read_to_string(out.join("deep/log")).unwrap(), "words");
+        // Also over what an earlier machine left there.
+        fs::write(out.join("deep/log"), "other words").unwrap();
         disk.copy_out(&out).unwrap();
         assert_eq!(fs::read_to_string(out.join("deep/log")).unwrap(), "words");
         assert_eq!(format!("{:?}", disk.status().unwrap()), format!("{:?}", Some(ExitCode::from(7))));

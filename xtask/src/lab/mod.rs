@@ -96,7 +96,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     let state = crate::root()?.join(".keiki/lab");
     let parts = Parts::build(&state)?;
     for attempt in 1..=ATTEMPTS {
-        if let Some(status) = attempt_to_run(&args, &parts, &state)? {
+        if let Some(status) = attempt_to_run(&args, &parts, &state, attempt > 1)? {
             return Ok(status);
         }
         eprintln!("lab: its machine ended before the command did ({attempt} of {ATTEMPTS} attempts)");
@@ -107,10 +107,12 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
 /// The lab's own kernel was seen to crash, now and then, on the emulated processor. That says nothing of what runs in it.
 const ATTEMPTS: u32 = 3;
 
-/// Runs the command in a new machine. None: the machine did not last until its end.
-fn attempt_to_run(args: &Args, parts: &Parts, state: &Path) -> Result<Option<ExitCode>> {
+/// Runs the command in a new machine, where it finds what it left in the one before. None: the machine did not last until
+/// its end.
+fn attempt_to_run(args: &Args, parts: &Parts, state: &Path, again: bool) -> Result<Option<ExitCode>> {
     let place = Place::new(state)?;
-    let disk = WorkDisk::build(&place.dir, args, parts)?;
+    let left = args.out.as_deref().filter(|_| again);
+    let disk = WorkDisk::build(&place.dir, args, parts, left)?;
     let limit = Duration::from_secs(args.limit);
     let ended = qemu::run(&qemu::Machine {
         parts,

@@ -11,7 +11,7 @@ pub struct Comparison {
     pub name: String,
     /// What was set.
     pub params: Map<String, Value>,
-    /// `ms` or `MiB`.
+    /// `ms`, `MiB` or `ratio`.
     pub unit: String,
     /// The median before.
     pub before: f64,

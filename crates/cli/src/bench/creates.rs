@@ -38,11 +38,13 @@ impl Bench<'_> {
             let start = Instant::now();
             let sandbox = self.client.create(&self.request()).await?;
             first_event(self.client, sandbox.id).await?;
-            samples.add(Metric::CreateFirstExec, &params, [ms(start)]);
+            let took = ms(start);
+            samples.add(Metric::CreateFirstExec, &params, [took]);
             let running = sandbox.timings.as_ref().and_then(until_running);
             samples.add(Metric::RestoreStep, &params, running);
             if let Some(timings) = &sandbox.timings {
                 samples.add(Metric::Release, &params, timings.release_ms);
+                samples.add(Metric::ReleaseShare, &params, timings.release_ms.map(|ms| ms / took));
                 for (step, ms) in of_gate(timings) {
                     let mut params = params.clone();
                     params["step"] = step.into();

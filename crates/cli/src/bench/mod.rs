@@ -90,7 +90,7 @@ pub struct Measured {
     pub p90: f64,
     /// All but one of a hundred are at most this.
     pub p99: f64,
-    /// `ms` or `MiB`.
+    /// `ms`, `MiB` or `ratio`.
     pub unit: String,
 }
 

@@ -14,6 +14,8 @@ pub enum Metric {
     ReleaseStep,
     /// Create, then `true`: request to first event; page cache warm and cold
     CreateFirstExec,
+    /// Of that, what the release gate takes; page cache warm and cold
+    ReleaseShare,
     /// Delete: request to everything freed
     Kill,
     /// Create many at once: until the last answered `true`
@@ -82,6 +84,7 @@ impl Metric {
     pub fn unit(self) -> &'static str {
         match self {
             Self::PssPerIdleChild | Self::PssPerChild | Self::PrivatePerChild | Self::ModelPssSum => "MiB",
+            Self::ReleaseShare => "ratio",
             _ => "ms",
         }
     }
@@ -92,6 +95,7 @@ impl Metric {
             Self::RestoreStep
             | Self::Release
             | Self::ReleaseStep
+            | Self::ReleaseShare
             | Self::CreateFirstExec
             | Self::Kill
             | Self::CreateAll

@@ -108,15 +108,15 @@ impl Bench<'_> {
         use Metric::{
             ColdBoot, CreateAll, CreateFirstExec, ExecRoundtrip, Fork8All, ForkAll, ForkFirstExec, ForkPause,
             ForkTax, ForkUserPause, Kill, KillAll, ModelForkAll, ModelPssSum, PrivatePerChild, PssPerChild,
-            PssPerIdleChild, Release, ReleaseStep, RestoreFirstExec, RestoreStep, Snapshot,
+            PssPerIdleChild, Release, ReleaseShare, ReleaseStep, RestoreFirstExec, RestoreStep, Snapshot,
         };
         let begun = Instant::now();
         let engine = self.client.version().await?.engine;
         let mut results = Vec::new();
         let all = &mut results;
-        let creates = [RestoreStep, Release, ReleaseStep, CreateFirstExec, Kill];
+        let creates = [RestoreStep, Release, ReleaseStep, CreateFirstExec, ReleaseShare, Kill];
         self.part(all, "creates", &creates, self.creates(json!({}))).await?;
-        let creates = &creates[..4];
+        let creates = &creates[..5];
         if self.cold("creates", creates) {
             let cold = self.creates(json!({"cache": "cold"}));
             self.part(all, "creates, cold cache", creates, cold).await?;

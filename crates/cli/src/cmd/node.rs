@@ -22,6 +22,8 @@ pub type Args = NodeArgs;
 pub async fn run(out: Printer, args: Args) -> Outcome {
     let Resolved { node: config, log_format, port_file } = args.resolve()?;
     start_log(log_format)?;
+    // A freeze reads all that a guest wrote, an answer holds what a command printed: megabytes, for a moment.
+    keiki_sys::heap::return_large_buffers().map_err(io_error("preparing the heap"))?;
     // Bound before anything is touched: a second node on the same port fails at once.
     let listener = TcpListener::bind(&config.listen)
         .await

@@ -179,6 +179,8 @@ impl KvmFrozen {
         blocking(move || keep(&dir, &memory, state, &persisted)).await
     }
 
+    /// A zygote of stored files may be gone at any moment, and others can be loaded from them: that costs a machine only
+    /// time. It is asked again once.
     async fn thaw_in(
         &self,
         resources: &Resources,
@@ -186,6 +188,35 @@ impl KvmFrozen {
         watch: &mut Stopwatch,
     ) -> Result<KvmMachine> {
         let zygote = self.zygote(resources.dir.join(MEMORY_FILE)).await?;
+        let error = match self.thaw_off(&zygote, resources, ground, watch).await {
+            Err(error) if self.is_stored().await && zygote.monitor.ends().await => error,
+            done => return done,
+        };
+        let pid = zygote.monitor.pid();
+        tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote was gone; another is loaded");
+        // What the first one was given is of no use: it may have made a machine that has begun to write.
+        end_stray(resources).await?;
+        let (host, at, disk_mib) = (Arc::clone(&self.host), resources.clone(), self.image.shape.disk_mib);
+        let ground = blocking(move || {
+            record::clear(&at)?;
+            Ground::prepare(&host, &at, disk_mib)
+        })
+        .await?;
+        let zygote = self.zygote(resources.dir.join(MEMORY_FILE)).await?;
+        self.thaw_off(&zygote, resources, ground, watch).await
+    }
+
+    async fn is_stored(&self) -> bool {
+        matches!(*self.held.lock().await, Held::Stored { .. })
+    }
+
+    async fn thaw_off(
+        &self,
+        zygote: &Zygote,
+        resources: &Resources,
+        ground: Ground,
+        watch: &mut Stopwatch,
+    ) -> Result<KvmMachine> {
         watch.step("zygote");
         let layers: Vec<_> = self
             .layers

@@ -4,7 +4,6 @@ use super::{
     Host,
     chain::Shortening,
     control::{ANSWER, Control, unexpected},
-    frozen::KvmFrozen,
     ground::{Ground, kvm},
     monitor::Monitor,
 };
@@ -13,7 +12,7 @@ use crate::{
     console::tail,
     files::make_memory,
     layers::{layer_path, new_name, take_disk},
-    process::blocking,
+    process::{self, blocking, to_the_end},
     record::{self, AGENT, CONTROL, Layer, Record},
     users::show,
 };
@@ -158,10 +157,9 @@ impl Machine for KvmMachine {
 
     async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
         let running = Arc::clone(&self.0);
-        // A task of its own: a caller that goes away must not leave the record behind the machine.
-        let task = tokio::spawn(async move { super::freeze::freeze(&running, image).await });
-        let result = task.await.map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?;
-        let (frozen, report): (KvmFrozen, _) = result.map_err(|error| self.0.explain(error))?;
+        // Half of it would leave the record behind the machine.
+        let frozen = to_the_end(async move { super::freeze::freeze(&running, image).await }).await;
+        let (frozen, report) = frozen.map_err(|error| self.0.explain(error))?;
         Ok((Arc::new(frozen), report))
     }
 
@@ -185,8 +183,7 @@ impl Machine for KvmMachine {
     }
 
     async fn cpu_time(&self) -> Result<Option<Duration>> {
-        keiki_sys::process::cpu_time(self.0.monitor.pid())
-            .map_err(EngineError::at("read the CPU time of", std::path::Path::new("its monitor")))
+        process::cpu_time(&self.0.monitor.watched.process)
     }
 
     fn agent_socket(&self) -> PathBuf {
@@ -200,19 +197,12 @@ impl Machine for KvmMachine {
 
 impl KvmMachine {
     async fn set_paused(&self, paused: bool) -> Result<()> {
-        let mut record = self.0.record.lock().await;
-        // The wish is recorded first: whoever finds the machine after a crash fulfils it.
-        let before = std::mem::replace(&mut record.paused, paused);
-        record.save(&self.0.resources)?;
+        let running = &self.0;
         let request = if paused { Request::Pause } else { Request::Resume };
-        match self.0.monitor.control.order(request, Vec::new()).await {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                record.paused = before;
-                record.save(&self.0.resources)?;
-                Err(self.0.explain(error))
-            }
-        }
+        let order = async {
+            running.monitor.control.order(request, Vec::new()).await.map_err(|error| running.explain(error))
+        };
+        record::set_paused(&running.record, &running.resources, paused, order).await
     }
 }
 

@@ -125,14 +125,19 @@ impl Monitor {
         self.watched.process.pid()
     }
 
+    /// Whether it has ended, or is about to: its socket closes before it is gone.
+    pub(super) async fn ends(&self) -> bool {
+        tokio::time::timeout(LAST_WORDS_LIMIT, self.watched.wait()).await.is_ok()
+    }
+
     /// Ends a process that is of no use. How it ended by itself says more than that its socket closed.
     pub(super) async fn give_up(self, error: EngineError) -> EngineError {
-        let ended = tokio::time::timeout(LAST_WORDS_LIMIT, self.watched.wait()).await;
+        let ended = self.ends().await;
         if let Err(error) = self.watched.kill().await {
             return error;
         }
         match self.watched.has_ended() {
-            Some(how) if ended.is_ok() => EngineError::Monitor(format!("ended: {how}")),
+            Some(how) if ended => EngineError::Monitor(format!("ended: {how}")),
             _ => error,
         }
     }

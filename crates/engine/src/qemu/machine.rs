@@ -6,7 +6,7 @@ use crate::{
     console::tail,
     files::make_memory,
     layers::{layer_path, make_layers_dir, make_top, new_name, take_disk},
-    process::{Task, blocking},
+    process::{self, Task, blocking, to_the_end},
     record::{self, Layer, Record},
     users,
 };
@@ -157,10 +157,9 @@ impl Machine for QemuMachine {
 
     async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
         let running = Arc::clone(&self.0);
-        // A task of its own: a caller that goes away must not leave the machine parked.
-        let task = tokio::spawn(async move { freeze::freeze(&running, image).await });
-        let result = task.await.map_err(|error| EngineError::Monitor(format!("task failed: {error}")))?;
-        let (frozen, report) = result.map_err(|error| self.0.explain(error))?;
+        // Half of it would leave the machine parked.
+        let frozen = to_the_end(async move { freeze::freeze(&running, image).await }).await;
+        let (frozen, report) = frozen.map_err(|error| self.0.explain(error))?;
         Ok((Arc::new(frozen), report))
     }
 
@@ -189,10 +188,7 @@ impl Machine for QemuMachine {
     }
 
     async fn cpu_time(&self) -> Result<Option<Duration>> {
-        let pid = self.0.monitor.process.pid();
-        keiki_sys::process::cpu_time(pid).map_err(|error| {
-            EngineError::at("read the CPU time of", std::path::Path::new("its monitor"))(error)
-        })
+        process::cpu_time(&self.0.monitor.process)
     }
 
     fn agent_socket(&self) -> PathBuf {
@@ -206,18 +202,17 @@ impl Machine for QemuMachine {
 
 impl QemuMachine {
     async fn set_paused(&self, paused: bool) -> Result<()> {
-        let mut record = self.0.record.lock().await;
-        // The wish is recorded first: whoever finds the machine after a crash fulfils it.
-        let before = std::mem::replace(&mut record.paused, paused);
-        record.save(&self.0.resources)?;
+        let running = &self.0;
         let command = if paused { "stop" } else { "cont" };
-        match self.0.monitor.qmp.run(command, json!({})).await {
-            Ok(_) => Ok(()),
-            Err(error) => {
-                record.paused = before;
-                record.save(&self.0.resources)?;
-                Err(self.0.explain(error))
-            }
-        }
+        let order = async {
+            running
+                .monitor
+                .qmp
+                .run(command, json!({}))
+                .await
+                .map(drop)
+                .map_err(|error| running.explain(error))
+        };
+        record::set_paused(&running.record, &running.resources, paused, order).await
     }
 }

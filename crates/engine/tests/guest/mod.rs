@@ -79,7 +79,7 @@ pub fn kvm_lab() -> Result<Option<Lab>> {
     lab()
 }
 
-fn is_kvm() -> bool {
+pub fn is_kvm() -> bool {
     std::env::var_os("KEIKI_ENGINE").is_some_and(|engine| engine == "kvm")
 }
 
@@ -251,10 +251,12 @@ mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; m
 for m in virtio_mmio virtio_blk virtio-rng virtio_balloon failover net_failover virtio_net; do insmod /m/$m.ko; done
 echo init
 (n=0; while :; do n=$((n+1)); echo $n > /tmp/n.new; mv /tmp/n.new /tmp/n; echo "tick $n"; sleep 0.1; done) &
-while :; do
+until [ "$port" ]; do
   for p in /sys/class/virtio-ports/*; do
-    [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/$(basename $p)
+    [ "$(cat $p/name)" = keiki.agent.0 ] && port=/dev/${p##*/}
   done
+done
+while :; do
   # A shell that ends when the host's end closes.
   sh <>$port >&0 2>&1
   sleep 0.02

@@ -17,7 +17,8 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
     net::IpAddr,
-    os::fd::AsFd,
+    os::{fd::AsFd, unix::fs::FileExt},
+    sync::OnceLock,
 };
 
 /// More descriptors than a process may have.
@@ -109,8 +110,10 @@ fn outside(all: &[Connection]) -> Vec<u64> {
 
 /// Forgets the link addresses of neighbours: they are those of another slot.
 pub fn forget_neighbours() -> io::Result<()> {
+    static TABLE: OnceLock<fs::File> = OnceLock::new();
     // Absent where there is no IPv4.
-    let Ok(text) = fs::read_to_string("/proc/net/arp") else { return Ok(()) };
+    let Ok(table) = sys::kept_open(&TABLE, || fs::File::open("/proc/net/arp")) else { return Ok(()) };
+    let text = read_from_start(table)?;
     let mut socket = None;
     for line in text.lines().skip(1) {
         let mut words = line.split_ascii_whitespace();
@@ -132,6 +135,23 @@ pub fn forget_neighbours() -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// All of a file of the kernel's that stays open: it makes the text anew for who reads from the start.
+fn read_from_start(file: &fs::File) -> io::Result<String> {
+    let mut text = vec![0; 4096];
+    let mut length = 0;
+    loop {
+        match file.read_at(&mut text[length..], length as u64)? {
+            0 => break,
+            got => length += got,
+        }
+        if text.len() - length < 1024 {
+            text.resize(text.len() * 2, 0);
+        }
+    }
+    text.truncate(length);
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// Programs that keep answers of the old slot's name server, and the signal that makes each forget them.
@@ -192,6 +212,16 @@ mod tests {
     fn lines_that_are_none_are_passed_over() {
         for odd in ["", "x", "0: zz:1 0100007F:1 01 0 0 0 0 0 5", "0: 0100007F:1 0:1 01 0 0 0 0 0 5"] {
             assert_eq!(connections(odd).next(), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn a_file_of_the_kernels_is_read_again_from_its_start() {
+        let table = fs::File::open("/proc/self/maps").unwrap();
+        for _ in 0..2 {
+            // More than is read at a time; its first and its last lines are those of every process.
+            let text = read_from_start(&table).unwrap();
+            assert!(text.contains("[stack]") && text.lines().next().unwrap().contains("r--p"), "{text}");
         }
     }
 

@@ -5,8 +5,7 @@
 //! ignores it for a process that does not handle it, and one that does (for urgent data, or Go's scheduler) must be
 //! ready for it at any time.
 
-use super::kept_open;
-use crate::exec::signal_all;
+use crate::{exec::signal_all, sys};
 use rustix::process::Signal;
 use std::{
     fs, io,
@@ -20,7 +19,7 @@ const FILE: &str = "/run/keiki/generation";
 pub fn record(generation: u64) -> io::Result<()> {
     static RECORD: OnceLock<fs::File> = OnceLock::new();
     let text = generation.to_string();
-    let file = kept_open(&RECORD, || fs::File::create(FILE))?;
+    let file = sys::kept_open(&RECORD, || fs::File::create(FILE))?;
     file.write_all_at(text.as_bytes(), 0)?;
     if file.metadata()?.nlink() == 0 {
         // User work has removed it, or put another in its place.

@@ -8,7 +8,7 @@
 //! is not theirs: a copy then writes no disk on its way to a new identity, and a disk image never carries one.
 
 use super::{connections::processes_named, program};
-use crate::{cgroup, exec::signal_all, log, reaper::Reaper};
+use crate::{cgroup, exec::signal_all, log, reaper::Reaper, sys};
 use rustix::{
     mount::mount_bind,
     process::Signal,
@@ -18,7 +18,7 @@ use std::{
     fs, io,
     os::unix::fs::{FileExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 use tokio::{
@@ -47,13 +47,21 @@ const SEEDS: [&str; 3] =
     ["/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed", "/var/lib/misc/random-seed"];
 const SEED_BYTES: usize = 512;
 
-/// Is this part declared to be kept?
-fn is_kept(part: &str) -> bool {
-    keeps(&fs::read_to_string(KEEP).unwrap_or_default(), part)
-}
+/// The machine ID in memory: open from the boot on, since finding and opening it is most of what writing it costs a copy.
+static OWN: OnceLock<fs::File> = OnceLock::new();
 
-fn keeps(text: &str, part: &str) -> bool {
-    text.lines().any(|line| line.trim() == part)
+/// The parts that are declared to be kept.
+pub struct Kept(String);
+
+impl Kept {
+    /// As the template says now.
+    pub fn read() -> Self {
+        Self(fs::read_to_string(KEEP).unwrap_or_default())
+    }
+
+    fn has(&self, part: &str) -> bool {
+        self.0.lines().any(|line| line.trim() == part)
+    }
 }
 
 fn random<const N: usize>() -> io::Result<[u8; N]> {
@@ -75,11 +83,12 @@ fn new_machine_id() -> io::Result<String> {
 
 /// Puts a machine ID in memory over the disk's, at the boot.
 pub fn prepare() -> io::Result<()> {
-    if is_kept("machine-id") {
+    if Kept::read().has("machine-id") {
         return Ok(());
     }
-    fs::write(OWN_ID, new_machine_id()?)?;
-    fs::set_permissions(OWN_ID, fs::Permissions::from_mode(0o444))?;
+    let own = sys::kept_open(&OWN, || fs::File::create(OWN_ID))?;
+    own.write_all_at(new_machine_id()?.as_bytes(), 0)?;
+    own.set_permissions(fs::Permissions::from_mode(0o444))?;
     if !Path::new(MACHINE_ID).exists() {
         fs::write(MACHINE_ID, "")?;
     }
@@ -91,21 +100,21 @@ pub fn prepare() -> io::Result<()> {
 }
 
 /// A new machine ID.
-pub fn machine_id() -> io::Result<()> {
-    if is_kept("machine-id") {
+pub fn machine_id(kept: &Kept) -> io::Result<()> {
+    if kept.has("machine-id") {
         return Ok(());
     }
     let id = new_machine_id()?;
-    let written =
-        fs::OpenOptions::new().write(true).open(OWN_ID).and_then(|file| file.write_all_at(id.as_bytes(), 0));
-    match written {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    let mut own = None;
+    if let Some(file) = OWN.get() {
+        file.write_all_at(id.as_bytes(), 0)?;
+        own = Some(file.metadata()?);
     }
-    // User work may have taken the mount away, or the file.
+    // User work may have taken the mount away, or put another file there.
     for path in [MACHINE_ID, DBUS_ID] {
-        let is_old = fs::read(path).is_ok_and(|text| text != id.as_bytes());
-        if is_old {
+        let Ok(found) = fs::metadata(path) else { continue };
+        let is_own = own.as_ref().is_some_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino()));
+        if found.is_file() && !is_own {
             fs::write(path, &id)?;
         }
     }
@@ -113,16 +122,11 @@ pub fn machine_id() -> io::Result<()> {
 }
 
 /// Identifiers of DHCP clients go, seeds become others. Absent ones stay absent.
-pub fn seeds() -> io::Result<()> {
-    if !is_kept("duid") {
-        for path in DUIDS {
-            match fs::remove_file(path) {
-                Err(error) if !is_absent(&error) => return Err(error),
-                _ => {}
-            }
-        }
+pub fn seeds(kept: &Kept) -> io::Result<()> {
+    if !kept.has("duid") {
+        DUIDS.iter().try_for_each(|path| remove(Path::new(path)))?;
     }
-    if !is_kept("random-seed") {
+    if !kept.has("random-seed") {
         for path in SEEDS {
             match fs::symlink_metadata(path) {
                 Ok(meta) if meta.is_file() && meta.size() > 0 => fs::write(path, random::<SEED_BYTES>()?)?,
@@ -132,6 +136,14 @@ pub fn seeds() -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Removes what mostly is not there. Looked at first, as all else here is: removing is other code of the kernel's.
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path).and_then(|_| fs::remove_file(path)) {
+        Err(error) if !is_absent(&error) => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn is_absent(error: &io::Error) -> bool {
@@ -182,23 +194,20 @@ impl SlowKeys {
 }
 
 /// New SSH host keys of the kinds that there are, and the server told. Returns what is left to do after the release.
-pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys) -> io::Result<Vec<&'static str>> {
+pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys, kept: &Kept) -> io::Result<Vec<&'static str>> {
     let unfinished = slow.stop().await?;
     let kinds: Vec<_> = QUICK_KEYS
         .into_iter()
         .chain(SLOW_KEYS)
         .filter(|kind| key(kind).exists() || unfinished.contains(kind))
         .collect();
-    if is_kept("ssh-host-keys") {
+    if kept.has("ssh-host-keys") {
         return Ok(unfinished);
     }
     for kind in &kinds {
         // One that was not finished may be missing, and a public half.
         for path in [key(kind), key(kind).with_extension("pub")] {
-            match fs::remove_file(path) {
-                Err(error) if !is_absent(&error) => return Err(error),
-                _ => {}
-            }
+            remove(&path)?;
         }
     }
     let (slow, quick): (Vec<_>, Vec<_>) = kinds.into_iter().partition(|kind| SLOW_KEYS.contains(kind));
@@ -247,8 +256,9 @@ mod tests {
 
     #[test]
     fn what_is_kept_is_listed_one_a_line() {
-        assert!(keeps("# ours\nmachine-id\n  duid \n", "duid"));
-        assert!(!keeps("machine-id-old\nno duid\n", "duid"));
-        assert!(!keeps("", "duid"));
+        let keeps = |text: &str| Kept(text.into()).has("duid");
+        assert!(keeps("# ours\nmachine-id\n  duid \n"));
+        assert!(!keeps("machine-id-old\nno duid\n"));
+        assert!(!keeps(""));
     }
 }

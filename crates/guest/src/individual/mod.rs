@@ -148,14 +148,19 @@ impl Identity {
         }
         let mut slow_keys = vec![];
         if order.is_new {
-            steps.run("machine_id", identity::machine_id)?;
-            steps.run("seeds", identity::seeds)?;
+            let kept = steps.run("machine_id", || {
+                let kept = identity::Kept::read();
+                identity::machine_id(&kept)?;
+                Ok(kept)
+            })?;
+            steps.run("seeds", || identity::seeds(&kept))?;
             let begin = Instant::now();
-            slow_keys =
-                steps.note("host_keys", begin, identity::host_keys(&self.reaper, &self.slow_keys).await)?;
+            let keys = identity::host_keys(&self.reaper, &self.slow_keys, &kept).await;
+            slow_keys = steps.note("host_keys", begin, keys)?;
         }
         let processes = steps.run("connections", || {
-            let processes = cgroup::user_processes();
+            // Of a template, as a rule: none. Then there are no connections either.
+            let processes = if cgroup::has_user_work()? { cgroup::user_processes() } else { vec![] };
             connections::reset_foreign(&processes)?;
             connections::forget_neighbours()?;
             connections::forget_names(&processes);
@@ -196,7 +201,7 @@ fn check_entropy(bytes: &[u8]) -> Result<(), IndividualError> {
 
 fn entropy(bytes: &[u8]) -> io::Result<()> {
     static RANDOM: OnceLock<fs::File> = OnceLock::new();
-    let random = kept_open(&RANDOM, || fs::OpenOptions::new().write(true).open("/dev/urandom"))?;
+    let random = sys::kept_open(&RANDOM, || fs::OpenOptions::new().write(true).open("/dev/urandom"))?;
     sys::add_entropy(random.as_fd(), bytes)?;
     sys::reseed(random.as_fd())
 }
@@ -249,20 +254,6 @@ fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
     }
     new.extend_from_slice(line.as_bytes());
     Some(new)
-}
-
-/// A file that is opened at its first use only: opening again would be the longest part of what is done with it.
-fn kept_open(
-    place: &'static OnceLock<fs::File>,
-    open: impl FnOnce() -> io::Result<fs::File>,
-) -> io::Result<&'static fs::File> {
-    match place.get() {
-        Some(file) => Ok(file),
-        None => {
-            let file = open()?;
-            Ok(place.get_or_init(|| file))
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! A guest in QEMU, for the tests beside this file.
 
 use keiki_protocol::{
-    client,
+    client::Opened,
     guest::{ExecEvent, ExecSpec, Exit, exec_event::Event, guest_client::GuestClient},
     handshake::Hello,
 };
@@ -105,13 +105,23 @@ impl Machine {
         String::from_utf8_lossy(&fs::read(self.dir.join(format!("{name}.console"))).unwrap()).into_owned()
     }
 
-    /// A new connection to its agent.
-    pub async fn connect(&self, generation: u64) -> (Client, Hello) {
-        let stream = UnixStream::connect(&self.socket).await.unwrap();
-        match client::connect(stream, generation, Duration::from_secs(40)).await {
-            Ok((client, met)) => (client, met.hello),
+    /// A socket that its agent hears.
+    pub async fn raw(&self) -> UnixStream {
+        UnixStream::connect(&self.socket).await.unwrap()
+    }
+
+    /// A new connection to its agent, at the gate.
+    pub async fn open(&self, generation: u64) -> (Opened, Hello) {
+        match Opened::open(self.raw().await, generation, Duration::from_secs(40)).await {
+            Ok((opened, met)) => (opened, met.hello),
             Err(error) => panic!("{error}\n{}", self.console("a")),
         }
+    }
+
+    /// And behind it.
+    pub async fn connect(&self, generation: u64) -> (Client, Hello) {
+        let (opened, hello) = self.open(generation).await;
+        (opened.client().await.unwrap(), hello)
     }
 
     /// Speaks to QEMU.

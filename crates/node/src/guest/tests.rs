@@ -1,22 +1,20 @@
 //! The node against agents that a hostile guest could run.
 
-use super::{GuestLink, Limits, NewIdentity, Secrets, plain, refusal};
-use crate::clock::Clock;
+use super::{Gate, GuestLink, Limits, NewIdentity, Secrets, plain, refusal};
+use crate::{clock::Clock, error::Error};
 use axum::body::Body;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::{StreamExt, stream::BoxStream};
 use http_body_util::{BodyExt, StreamBody};
-use hyper::{
-    body::Frame,
-    header::{HeaderName, HeaderValue},
-};
+use hyper::body::Frame;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use keiki_protocol::{
-    guest::{Individual, InfoRequest},
-    handshake::{HELLO_LEN, Hello},
+    gate::{Call, call, reply, take_call},
+    guest::{IndividualAck, InfoRequest, SecretKeyReply, StepTime, ThawUserReply, ThawUserRequest},
+    handshake::{HELLO_LEN, Hello, OLDEST},
     seal::Plain,
 };
-use prost::Message;
+use keiki_types::Origin;
 use std::{
     convert::Infallible,
     sync::{Arc, Mutex},
@@ -32,9 +30,9 @@ use zeroize::Zeroizing;
 const LIMIT: Duration = Duration::from_millis(300);
 /// Said in the handshake by agents that are as they should be.
 const UPTIME: u64 = 1234;
-const LIMITS: Limits = Limits { connect: LIMIT, call: LIMIT, answer: LIMIT };
+const LIMITS: Limits = Limits { connect: Duration::from_secs(10), call: LIMIT, answer: LIMIT };
 
-/// What the agent does with every call.
+/// What the agent does with every call over HTTP/2.
 #[derive(Debug, Clone, Copy)]
 enum Agent {
     /// Speaks HTTP/2 and answers nothing.
@@ -43,15 +41,32 @@ enum Agent {
     HeadersOnly,
     /// Announces 4 GiB, and sends on and on.
     Huge,
-    /// Says it is this generation, and says yes to all else; of itself it says nothing.
-    Is(u8),
     /// Refuses with much to say.
     Talks,
 }
 
+/// What it does at the release gate, before that.
+type AtGate = fn(&Hello, &Call) -> Vec<u8>;
+
+/// As it should be: of the generation that it is told.
+fn obeys(_: &Hello, call: &Call) -> Vec<u8> {
+    acknowledges(5, call)
+}
+
+fn acknowledges(generation: u64, call: &Call) -> Vec<u8> {
+    let steps = vec![StepTime { step: "a\x1b[2Jb".into(), micros: 1 }; 100];
+    match call {
+        // No key.
+        Call::SecretKey(_) => reply(&Ok(SecretKeyReply { public_key: "k".into() })),
+        Call::Individualize(_) => reply(&Ok(IndividualAck { generation, steps })),
+        Call::ThawUser(_) => reply(&Ok(ThawUserReply { micros: 1 })),
+    }
+    .to_vec()
+}
+
 type Piece = Result<Frame<Bytes>, Infallible>;
 
-fn answer(agent: Agent, is_info: bool) -> hyper::Response<Body> {
+fn answer(agent: Agent) -> hyper::Response<Body> {
     let head = hyper::Response::builder().header("content-type", "application/grpc");
     let piece = |bytes: &'static [u8]| Piece::Ok(Frame::data(Bytes::from_static(bytes)));
     let body = |pieces: BoxStream<'static, Piece>| Body::new(StreamBody::new(pieces));
@@ -61,14 +76,6 @@ fn answer(agent: Agent, is_info: bool) -> hyper::Response<Body> {
             let more = futures::stream::repeat_with(|| Ok(Frame::data(Bytes::from(vec![0; 64 << 10]))));
             (head, body(futures::stream::iter([piece(b"\0\xff\xff\xff\xff")]).chain(more).boxed()))
         }
-        Agent::Is(generation) => {
-            let end = [(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))];
-            // Field 1.
-            let message = Bytes::copy_from_slice(&[0, 0, 0, 0, 2, 8, generation]);
-            let message = if is_info { Bytes::from_static(&[0; 5]) } else { message };
-            let pieces = [Ok(Frame::data(message)), Ok(Frame::trailers(end.into_iter().collect()))];
-            (head, body(futures::stream::iter(pieces).boxed()))
-        }
         Agent::Talks => {
             let words = format!("%1B[2J{}", "no ".repeat(2000));
             (head.header("grpc-status", "3").header("grpc-message", words), Body::empty())
@@ -77,58 +84,118 @@ fn answer(agent: Agent, is_info: bool) -> hyper::Response<Body> {
     head.body(body).unwrap()
 }
 
-/// Shakes hands as it should, then is what it is.
-async fn serve(mut stream: UnixStream, agent: Agent, calls: Calls) {
-    let mut wire = [0; HELLO_LEN];
-    stream.read_exact(&mut wire).await.unwrap();
-    let hello = Hello::decode(&wire).unwrap();
-    let uptime_ms = if matches!(agent, Agent::Is(5)) { UPTIME } else { 0 };
-    stream.write_all(&Hello { uptime_ms, ..Hello::new(4, hello.nonce) }.encode()).await.unwrap();
-    // What the node repeated meanwhile is skipped, as the real agent does.
-    let mut ahead = vec![0; 3];
-    stream.read_exact(&mut ahead).await.unwrap();
-    while ahead == wire[..3] {
-        stream.read_exact(&mut wire[3..]).await.unwrap();
-        stream.read_exact(&mut ahead).await.unwrap();
+/// What an agent was asked at the gate: as it came, and what it is.
+type Calls = Arc<Mutex<Vec<(Bytes, Call)>>>;
+
+/// An agent behind a socket.
+struct Peer {
+    dir: tempfile::TempDir,
+    calls: Calls,
+    /// How often it was said hello to.
+    hellos: Arc<Mutex<usize>>,
+}
+
+/// How an agent of this test is wrong.
+#[derive(Clone, Copy)]
+struct Ways {
+    at_gate: AtGate,
+    agent: Agent,
+    /// Its answer to a hello comes so late.
+    late: Duration,
+}
+
+/// Said in the handshake.
+const GENERATION: u64 = 4;
+
+const GOOD: Ways = Ways { at_gate: obeys, agent: Agent::Stalls, late: Duration::ZERO };
+
+impl Peer {
+    fn new(ways: Ways) -> Self {
+        let peer =
+            Self { dir: tempfile::tempdir().unwrap(), calls: Calls::default(), hellos: Arc::default() };
+        let listener = UnixListener::bind(peer.dir.path().join("agent.sock")).unwrap();
+        let (calls, hellos) = (Arc::clone(&peer.calls), Arc::clone(&peer.hellos));
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(serve(stream, ways, Arc::clone(&calls), Arc::clone(&hellos)));
+            }
+        });
+        peer
+    }
+
+    async fn gate(&self) -> Gate {
+        Gate::open_within(LIMITS, &self.dir.path().join("agent.sock"), 5).await.unwrap()
+    }
+
+    async fn release(&self, new: NewIdentity) -> crate::error::Result<GuestLink> {
+        self.gate().await.release(new, &mut Clock::start()).await
+    }
+
+    /// What it was asked, by name.
+    fn asked(&self) -> Vec<&'static str> {
+        let calls = self.calls.lock().unwrap();
+        let name = |call: &Call| match call {
+            Call::SecretKey(_) => "key",
+            Call::Individualize(_) => "individualize",
+            Call::ThawUser(_) => "thaw",
+        };
+        calls.iter().map(|(_, call)| name(call)).collect()
+    }
+}
+
+fn named() -> NewIdentity {
+    NewIdentity::named(Origin::Fork, "h")
+}
+
+/// Shakes hands, answers calls of the gate, then is what it is.
+async fn serve(mut stream: UnixStream, ways: Ways, calls: Calls, hellos: Arc<Mutex<usize>>) {
+    let (mut bytes, mut met): (BytesMut, Option<Hello>) = (BytesMut::new(), None);
+    loop {
+        while let Some(head) = bytes.first_chunk::<HELLO_LEN>()
+            && let Ok(hello) = Hello::decode(head)
+        {
+            drop(bytes.split_to(HELLO_LEN));
+            // What the node repeats is skipped, as the real agent does.
+            if met.replace(hello) != Some(hello) {
+                *hellos.lock().unwrap() += 1;
+                tokio::time::sleep(ways.late).await;
+                let ours = Hello { uptime_ms: UPTIME, ..Hello::new(GENERATION, hello.nonce) };
+                stream.write_all(&ours.encode()).await.unwrap();
+            }
+        }
+        match (bytes.first(), met) {
+            (Some(b'P'), _) => break,
+            (Some(1..=3), Some(hello)) => {
+                let before = bytes.clone();
+                if let Some(call) = take_call(&mut bytes).unwrap() {
+                    let answer = (ways.at_gate)(&hello, &call);
+                    let size = before.len() - bytes.len();
+                    calls.lock().unwrap().push((before.freeze().split_to(size), call));
+                    // The node may have had enough of it.
+                    if stream.write_all(&answer).await.is_err() {
+                        return;
+                    }
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        if stream.read_buf(&mut bytes).await.unwrap_or(0) == 0 {
+            return;
+        }
     }
     let (read, write) = stream.into_split();
-    let io = TokioIo::new(tokio::io::join(std::io::Cursor::new(ahead).chain(read), write));
-    let service = hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-        let calls = Arc::clone(&calls);
-        async move {
-            let path = request.uri().path().to_owned();
-            let is_info = path.ends_with("/Info");
-            let body = request.into_body().collect().await.unwrap().to_bytes();
-            calls.lock().unwrap().push((path, body));
-            if matches!(agent, Agent::Stalls) {
+    let io = TokioIo::new(tokio::io::join(AsyncReadExt::chain(&bytes[..], read), write));
+    let service =
+        hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| async move {
+            request.into_body().collect().await.unwrap();
+            if matches!(ways.agent, Agent::Stalls) {
                 futures::future::pending::<()>().await;
             }
-            Ok::<_, Infallible>(answer(agent, is_info))
-        }
-    });
+            Ok::<_, Infallible>(answer(ways.agent))
+        });
     let _ =
         hyper::server::conn::http2::Builder::new(TokioExecutor::new()).serve_connection(io, service).await;
-}
-
-async fn link(dir: &tempfile::TempDir, agent: Agent) -> GuestLink {
-    asked(dir, agent).await.0
-}
-
-/// What an agent was asked: paths, and bodies as they came.
-type Calls = Arc<Mutex<Vec<(String, Bytes)>>>;
-
-async fn asked(dir: &tempfile::TempDir, agent: Agent) -> (GuestLink, Calls) {
-    let calls = Calls::default();
-    let served = Arc::clone(&calls);
-    let socket = dir.path().join("agent.sock");
-    let listener = UnixListener::bind(&socket).unwrap();
-    tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            tokio::spawn(serve(stream, agent, Arc::clone(&served)));
-        }
-    });
-    let link = GuestLink::connect_within(Limits { connect: Duration::from_secs(10), ..LIMITS }, &socket, 5);
-    (link.await.unwrap(), calls)
 }
 
 #[tokio::test]
@@ -139,15 +206,14 @@ async fn every_call_ends_and_says_one_thing() {
         (Agent::Huge, "message length too large"),
         (Agent::Talks, "no no no"),
     ] {
-        let dir = tempfile::tempdir().unwrap();
-        let link = link(&dir, agent).await;
+        let peer = Peer::new(Ways { agent, ..GOOD });
+        let link = peer.release(named()).await.unwrap();
         let started = Instant::now();
-        let gate = link.individualize(NewIdentity::named(keiki_types::Origin::Fork, "h")).await.unwrap_err();
         let flush = link.flush().await.unwrap_err();
         let user = link.freeze_user().await.unwrap_err();
         let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await.unwrap_err();
         assert!(started.elapsed() < Duration::from_secs(5), "{agent:?}: {:?}", started.elapsed());
-        for (said, what) in [(&gate, "identity"), (&flush, "disk"), (&user, "processes")] {
+        for (said, what) in [(&flush, "disk"), (&user, "processes")] {
             let said = said.to_string();
             assert!(said.contains(what) && said.contains(clue), "{agent:?}: {said}");
             assert!(said.len() < 500 && !said.contains(char::is_control), "{agent:?}: {said:?}");
@@ -156,53 +222,106 @@ async fn every_call_ends_and_says_one_thing() {
     }
 }
 
+/// Each answer of an agent at the gate that is none: the copy is not released, in a bounded time, with one clear sentence.
 #[tokio::test]
-async fn another_generation_is_no_acknowledgement() {
-    let dir = tempfile::tempdir().unwrap();
-    let link = link(&dir, Agent::Is(6)).await;
-    let error = link.individualize(NewIdentity::named(keiki_types::Origin::Fork, "h")).await.unwrap_err();
-    assert!(error.to_string().contains("acknowledged generation 6 instead of 5"), "{error}");
+async fn a_hostile_agent_is_not_released() {
+    let ways: [(&str, AtGate, &str); 13] = [
+        ("silence", |_, _| vec![], "no answer within 300 ms"),
+        ("half a reply", |_, _| vec![0, 9, 0, 0, 0, 8], "no answer within 300 ms"),
+        (
+            "4 GiB",
+            |_, _| [&[0, 0xff, 0xff, 0xff, 0xff][..], &[0; 1 << 20]].concat(),
+            "a message of 4294967295 bytes",
+        ),
+        ("garbage", |_, _| vec![0x55; 4096], "85 is no code of a reply"),
+        ("no message", |_, _| vec![0, 2, 0, 0, 0, 8, 0xff], "cannot be read"),
+        ("its hello on and on", |hello, _| [hello.encode(); 4000].concat(), "no answer within 300 ms"),
+        ("another hello", |_, _| Hello::new(5, [7; 16]).encode().to_vec(), "255 is no code of a reply"),
+        ("half of its hello", |hello, _| hello.encode()[..40].to_vec(), "no answer within 300 ms"),
+        ("HTTP/2", |_, _| b"PRI * HTTP/2.0\r\n\r\n".to_vec(), "80 is no code of a reply"),
+        (
+            "a refusal",
+            |_, _| reply::<ThawUserReply>(&Err(Status::internal("no \x1b[2J".repeat(3000)))).to_vec(),
+            "no  [2J",
+        ),
+        ("nothing said", |_, _| vec![0, 0, 0, 0, 0], "acknowledged generation 0 instead of 5"),
+        ("the generation before", |_, call| acknowledges(4, call), "acknowledged generation 4 instead of 5"),
+        ("another generation", |_, call| acknowledges(6, call), "acknowledged generation 6 instead of 5"),
+    ];
+    for (what, at_gate, clue) in ways {
+        let peer = Peer::new(Ways { at_gate, ..GOOD });
+        let started = Instant::now();
+        let error = peer.release(named()).await.err().expect(what).to_string();
+        assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
+        assert!(
+            error.contains("did not take on its new identity") && error.contains(clue),
+            "{what}: {error}"
+        );
+        assert!(error.len() < 500 && !error.contains(char::is_control), "{what}: {error:?}");
+        assert_eq!(peer.asked(), ["individualize"], "{what}: its processes go on");
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_lets_nothing_go_on_is_not_released() {
+    let thaws: [(&str, AtGate, &str); 3] = [
+        (
+            "silence",
+            |_, call| if matches!(call, Call::ThawUser(_)) { vec![] } else { acknowledges(5, call) },
+            "no answer",
+        ),
+        ("ahead", |_, call| [acknowledges(5, call), acknowledges(5, call)].concat(), "before it was asked"),
+        (
+            "a refusal",
+            |_, call| match call {
+                Call::ThawUser(_) => reply::<ThawUserReply>(&Err(Status::internal("it is busy"))).to_vec(),
+                call => acknowledges(5, call),
+            },
+            "it is busy",
+        ),
+    ];
+    for (what, at_gate, clue) in thaws {
+        let error = Peer::new(Ways { at_gate, ..GOOD }).release(named()).await.err().expect(what).to_string();
+        assert!(error.contains("did not thaw its processes") && error.contains(clue), "{what}: {error}");
+    }
 }
 
 #[tokio::test]
 async fn user_processes_go_on_only_after_the_acknowledgement_was_found_right() {
-    const GATE: &str = "/keiki.guest.v1.Guest/Individualize";
-    for (agent, expected) in
-        [(Agent::Is(5), &[GATE, "/keiki.guest.v1.Guest/ThawUser"][..]), (Agent::Is(6), &[GATE])]
-    {
-        let dir = tempfile::tempdir().unwrap();
-        let (link, calls) = asked(&dir, agent).await;
-        let new = NewIdentity::named(keiki_types::Origin::Fork, "h");
-        assert_eq!(link.release(new, &mut Clock::start()).await.is_ok(), expected.len() == 2);
-        let mut calls = calls.lock().unwrap();
-        // Asking for the guest's clock lets nothing go on. It is asked for where the handshake did not tell, or was slow.
-        let all = calls.len();
-        calls.retain(|(path, _)| !path.ends_with("/Info"));
-        let was_asked = all > calls.len();
-        assert_eq!(calls.iter().map(|(path, _)| path.as_str()).collect::<Vec<_>>(), expected);
-        // Nor does the order itself let them.
-        let order = Individual::decode(&calls[0].1[5..]).unwrap();
-        assert!(!order.thaw_user && order.generation == 5, "{order:?}");
-        assert!(was_asked || order.uptime_ms == UPTIME, "{order:?}");
-    }
+    let peer = Peer::new(GOOD);
+    let mut clock = Clock::start();
+    peer.gate().await.release(named(), &mut clock).await.unwrap();
+    assert_eq!(peer.asked(), ["individualize", "thaw"]);
+    let calls = peer.calls.lock().unwrap();
+    let Call::Individualize(order) = &calls[0].1 else { panic!("{calls:?}") };
+    assert_eq!((order.generation, order.uptime_ms), (5, UPTIME));
+    assert_eq!(calls[1].0, call(&ThawUserRequest {}));
+    // Of what it tells of itself, a part is passed on, in plain words.
+    let steps = clock.timings().steps;
+    let told: Vec<_> = steps.iter().filter(|step| step.name.starts_with("guest:")).collect();
+    assert_eq!((told.len(), told[0].name.as_str()), (16, "guest:a [2Jb"));
+}
+
+#[tokio::test]
+async fn a_slow_answer_tells_no_time_and_hello_is_said_again() {
+    // Longer than a round trip that is believed.
+    let peer = Peer::new(Ways { late: Duration::from_millis(40), ..GOOD });
+    peer.release(named()).await.unwrap();
+    assert_eq!(*peer.hellos.lock().unwrap(), 5);
+    assert_eq!(peer.asked(), ["individualize", "thaw"]);
 }
 
 #[tokio::test]
 async fn secrets_do_not_cross_in_the_clear() {
     let secret =
         Plain { name: "KEY".into(), owner: String::new(), value: Zeroizing::new(b"hush-hush".to_vec()) };
-    let new = NewIdentity {
-        secrets: Secrets { give: vec![secret], keep: vec![] },
-        ..NewIdentity::named(keiki_types::Origin::Create, "h")
-    };
-    let dir = tempfile::tempdir().unwrap();
+    let new = NewIdentity { secrets: Secrets { give: vec![secret], keep: vec![] }, ..named() };
     // Its key is no key: then nothing is sent at all.
-    let (link, calls) = asked(&dir, Agent::Is(5)).await;
-    let error = link.individualize(new).await.unwrap_err();
+    let peer = Peer::new(GOOD);
+    let error = peer.release(new).await.err().unwrap();
     assert!(error.to_string().contains("did not make a key for its secrets"), "{error}");
-    let calls = calls.lock().unwrap();
-    assert_eq!(calls.len(), 1);
-    assert!(calls[0].0.ends_with("/SecretKey") && !calls[0].1.windows(4).any(|four| four == b"hush"));
+    assert_eq!(peer.asked(), ["key"]);
+    assert!(!peer.calls.lock().unwrap()[0].0.windows(4).any(|four| four == b"hush"));
 }
 
 #[tokio::test]
@@ -210,8 +329,40 @@ async fn an_agent_that_says_nothing_is_given_up() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("agent.sock");
     let _listener = UnixListener::bind(&socket).unwrap();
-    let error = GuestLink::connect_within(LIMITS, &socket, 5).await.err().unwrap();
+    let limits = Limits { connect: LIMIT, ..LIMITS };
+    let error = Gate::open_within(limits, &socket, 5).await.err().unwrap();
     assert_eq!(error.to_string(), "the guest's agent does not answer");
+}
+
+#[tokio::test]
+async fn only_a_machine_that_was_released_is_connected_to_again() {
+    let peer = Peer::new(GOOD);
+    let socket = peer.dir.path().join("agent.sock");
+    GuestLink::connect(&socket, GENERATION).await.unwrap();
+    let error = GuestLink::connect(&socket, GENERATION + 1).await.err().unwrap();
+    assert_eq!(error.to_string(), "the machine was not released");
+}
+
+#[tokio::test]
+async fn an_agent_of_another_version_is_told_of_in_one_sentence() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("agent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut wire = [0; HELLO_LEN];
+            stream.read_exact(&mut wire).await.unwrap();
+            let nonce = Hello::decode(&wire).unwrap().nonce;
+            let hello = Hello { version: OLDEST - 1, oldest: 1, ..Hello::new(4, nonce) };
+            stream.write_all(&hello.encode()).await.unwrap();
+        }
+    });
+    let gate = Gate::open_within(LIMITS, &socket, 5).await.err().unwrap();
+    let link = GuestLink::connect(&socket, 5).await.err().unwrap();
+    let call = refusal(&Status::unimplemented("unknown method"));
+    for error in [gate, link, call] {
+        assert!(matches!(&error, Error::Conflict(why) if why.contains("keiki template rebake")), "{error}");
+    }
 }
 
 #[test]
@@ -225,7 +376,6 @@ fn a_guests_words_are_few_and_plain() {
 
 #[test]
 fn what_fails_in_the_guest_is_no_failure_of_the_node() {
-    use crate::error::Error;
     let said = refusal(&Status::new(Code::Internal, "/proc/self/mem: Input/output error"));
     assert!(matches!(&said, Error::Conflict(text) if text.contains("/proc/self/mem")), "{said}");
     let transport = Status::from_error(Box::new(std::io::Error::other("reset")));

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
-    guest::{GuestLink, NewIdentity, plain},
+    guest::{Gate, GuestLink, NewIdentity, plain, refusal},
     records::TemplateRecord,
     store::{make_dir, tree_bytes},
 };
@@ -96,10 +96,10 @@ impl Inner {
         clock: &mut Clock,
     ) -> Result<TemplateRecord> {
         let generation = self.records.generation().await?;
-        let (guest, kernel) = self.wait_ready(machine, generation).await?;
+        let gate = self.wait_ready(machine, generation).await?;
         let cold_boot = ms(clock.lap("cold_boot"));
         build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
-        let guest = self.warm(machine, guest, generation, &recipe.spec.warm, build).await?;
+        let (guest, kernel) = self.warm(machine, gate, generation, &recipe.spec.warm, build, clock).await?;
         guest.flush().await?;
         guest.freeze_user().await?;
         make_dir(dir)?;
@@ -124,25 +124,19 @@ impl Inner {
         })
     }
 
-    /// Once it is: a connection, and the release of its kernel.
-    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<(GuestLink, String)> {
+    /// Once its agent says hello, which it does when all else is there.
+    async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<Gate> {
         let ready = async {
             loop {
                 // Until the kernel is up nobody answers: each attempt is bounded by itself.
-                let link = GuestLink::connect(&machine.agent_socket(), generation).await;
-                if let Ok(link) = link {
-                    let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
-                    if let Ok(info) = info
-                        && info.ready
-                    {
-                        return (link, plain(&info.kernel));
-                    }
+                match Gate::open(&machine.agent_socket(), generation).await {
+                    Err(Error::Internal { .. }) => tokio::time::sleep(Duration::from_millis(20)).await,
+                    gate => return gate,
                 }
-                tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
         tokio::select! {
-            ready = ready => Ok(ready),
+            ready = ready => ready,
             how = machine.ended() => {
                 Err(Error::internal("the guest ended while it booted", anyhow::anyhow!(how)))
             }
@@ -154,18 +148,21 @@ impl Inner {
     }
 
     /// Goes once through everything that a copy goes through between its thaw and its first command: what is
-    /// mapped, opened and made by then need not be in each copy. Returns the second connection.
+    /// mapped, opened and made by then need not be in each copy. Returns the second connection, and the release of the
+    /// kernel.
     async fn warm(
         &self,
         machine: &dyn Machine,
-        guest: GuestLink,
+        gate: Gate,
         generation: u64,
         own: &[String],
         build: &Building,
-    ) -> Result<GuestLink> {
+        clock: &mut Clock,
+    ) -> Result<(GuestLink, String)> {
         let new = NewIdentity { is_bake: true, ..NewIdentity::named(Origin::Create, WARM_NAME) };
-        guest.individualize(new).await?;
-        guest.thaw_user().await?;
+        let guest = gate.release(new, clock).await?;
+        let info = guest.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
+        let info = info.map_err(|status| refusal(&status))?;
         for line in WARM {
             run(&guest, line, BOOT_LIMIT).await?;
         }
@@ -179,7 +176,7 @@ impl Inner {
         let guest = GuestLink::connect(&machine.agent_socket(), generation).await?;
         run(&guest, WARM[0], BOOT_LIMIT).await?;
         tokio::time::sleep(SETTLE).await;
-        Ok(guest)
+        Ok((guest, plain(&info.kernel)))
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     admission::Ticket,
     clock::Clock,
     error::{Error, Result},
-    guest::{GuestLink, NewIdentity, Secrets},
+    guest::{Gate, GuestLink, NewIdentity, Secrets},
     records::SandboxRecord,
     sandbox::Live,
     store::make_dir,
@@ -138,9 +138,8 @@ impl Inner {
     /// The release gate: user processes go on only once the guest acknowledged its new generation.
     async fn release(&self, machine: &dyn Machine, who: Individual, clock: &mut Clock) -> Result<GuestLink> {
         let socket = machine.agent_socket();
-        let connect = GuestLink::connect(&socket, who.generation);
-        let guest = tokio::select! {
-            guest = connect => guest?,
+        let gate = tokio::select! {
+            gate = Gate::open(&socket, who.generation) => gate?,
             how = machine.ended() => {
                 return Err(Error::internal(
                     "the machine ended before it could be released",
@@ -149,8 +148,7 @@ impl Inner {
             }
         };
         clock.lap("connect");
-        guest.release(who.new, clock).await?;
-        Ok(guest)
+        gate.release(who.new, clock).await
     }
 
     /// Ends a machine and takes back everything it had.

@@ -153,6 +153,7 @@ fn process() -> Process {
     };
     Process {
         memory: field("VmRSS:").unwrap_or(0) << 10,
+        heap: keiki_sys::heap::heap(),
         cpu: keiki_sys::process::cpu_time(std::process::id())
             .ok()
             .flatten()

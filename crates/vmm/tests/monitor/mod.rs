@@ -115,13 +115,15 @@ pub fn place() -> Option<Place> {
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
     std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
+    Some(Place { dir, next: AtomicU32::new(0), cpu: Cpu::Baseline, tap: None, disks: Vec::new() })
 }
 
 /// A directory with the files of machines.
 pub struct Place {
     pub dir: tempfile::TempDir,
     next: AtomicU32,
+    /// What processor the next machine boots with.
+    pub cpu: Cpu,
     /// What the next machine gets as its network.
     pub tap: Option<File>,
     /// Disks besides the root disk: what the bottom layer is, and whether all is only read.
@@ -252,7 +254,7 @@ impl Place {
         let boot = Request::Boot(Boot {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
-            cpu: Cpu::Baseline,
+            cpu: self.cpu,
             devices: Devices {
                 mac: [2, 0, 0, 0, 0, 1],
                 agent_port: "test".into(),
@@ -327,15 +329,20 @@ impl Place {
         self.new_files(layers, self.with_tops(disks))
     }
 
-    /// Writes a zygote down, over a base or over nothing.
-    pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
-        let stored = Stored {
+    /// Where a zygote of a machine with so many MiB is to be written to.
+    pub fn to_store(&self, zygote: &Monitor, memory_mib: u32) -> Stored {
+        Stored {
             memory: self.path("mem"),
             state: self.path("state"),
             digest: [0; 32],
             layers: zygote.files.as_ref().unwrap().layers.clone(),
-            shape: Shape { vcpus: 1, memory_mib: 16 },
-        };
+            shape: Shape { vcpus: 1, memory_mib },
+        }
+    }
+
+    /// Writes a zygote down, over a base or over nothing.
+    pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
+        let stored = self.to_store(zygote, 16);
         if let Some(base) = base {
             keiki_sys::sparse::copy(base, &stored.memory).unwrap();
         }
@@ -412,6 +419,14 @@ pub fn borrow(fds: &[(Role, OwnedFd)]) -> Vec<(Role, BorrowedFd<'_>)> {
     fds.iter().map(|(role, fd)| (*role, fd.as_fd())).collect()
 }
 
+/// A line of `/proc/PID/maps`.
+struct Mapping {
+    start: u64,
+    len: u64,
+    offset: u64,
+    file: PathBuf,
+}
+
 impl Monitor {
     pub fn call(&mut self, request: &Request) -> Reply {
         self.client.call(request, &[], PATIENCE).unwrap().reply
@@ -466,26 +481,46 @@ impl Monitor {
         kib.sum::<f64>() / 1024.0
     }
 
-    /// Where the RAM below the hole is, of a machine with so many MiB. Over nothing the kernel makes one mapping of both
-    /// parts, and what lies above the hole comes first.
+    /// Where the RAM begins of a machine with so many MiB.
     pub fn ram_start_of(&self, mib: u64) -> u64 {
-        const BELOW_HOLE: u64 = 3 << 10;
-        let above = mib.saturating_sub(BELOW_HOLE);
-        let one = self.mapping_of(mib).map(|start| start + (above << 20));
-        let found = one.or_else(|| self.mapping_of(mib - above));
-        found.unwrap_or_else(|| panic!("no RAM of {mib} MiB in {}", self.pid()))
+        self.ram_at(mib, 0)
     }
 
-    /// The mapping of this size that is guest memory.
-    pub fn mapping_of(&self, mib: u64) -> Option<u64> {
+    /// Where this byte of a memory file is in the RAM of a machine with so many MiB. Over nothing the kernel makes one mapping
+    /// of both parts, and what lies above the hole comes first. Over a file it makes many: each says what it shows.
+    pub fn ram_at(&self, mib: u64, at: u64) -> u64 {
+        const BELOW_HOLE: u64 = 3 << 30;
+        let (size, low) = (mib << 20, (mib << 20).min(BELOW_HOLE));
+        let (is_low, high) = (at < low, size - low);
+        let start_of = |mapping: &Mapping| {
+            let is_file = || std::fs::metadata(&mapping.file).is_ok_and(|file| file.len() == size);
+            match mapping.len {
+                len if len == size => Some(mapping.start + if is_low { high } else { 0 }),
+                len if len == if is_low { low } else { high } => Some(mapping.start),
+                _ if (mapping.offset < low) == is_low && is_file() => {
+                    Some(mapping.start - mapping.offset + if is_low { 0 } else { low })
+                }
+                _ => None,
+            }
+        };
+        let start = self.mappings().iter().find_map(start_of);
+        let start = start.unwrap_or_else(|| panic!("no RAM of {mib} MiB in {}", self.pid()));
+        start + at - if is_low { 0 } else { low }
+    }
+
+    /// What may be guest memory: private and writable.
+    fn mappings(&self) -> Vec<Mapping> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
-        let mut found = maps.lines().filter_map(|line| {
-            let (range, rest) = line.split_once(' ')?;
-            let (from, to) = range.split_once('-')?;
-            let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
-            (rest.starts_with("rw-p") && to - from == mib << 20).then_some(from)
-        });
-        found.next()
+        let hex = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        let lines = maps.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        lines
+            .filter(|words| words[1] == "rw-p")
+            .map(|words| {
+                let (from, to) = words[0].split_once('-').unwrap();
+                let file = words.get(5).copied().unwrap_or_default().into();
+                Mapping { start: hex(from), len: hex(to) - hex(from), offset: hex(words[2]), file }
+            })
+            .collect()
     }
 
     pub fn console(&self) -> String {
