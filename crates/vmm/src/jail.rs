@@ -64,6 +64,9 @@ fn allowed() -> Made<BpfProgram> {
     rules.insert(libc::SYS_clone, vec![flags_without(0, NAMESPACES | PARENT)?]);
     // The kick of a vCPU thread, which does nothing to whoever gets it.
     rules.insert(libc::SYS_tgkill, vec![equals(2, libc::SIGRTMIN().unsigned_abs().into())?]);
+    // Its own alone: that of relatives, who are of the same user, could be taken from them.
+    let own = [Condition::new(0, Len::Dword, Op::Eq, 0)?, Condition::new(1, Len::Dword, Op::Eq, 0)?];
+    rules.insert(libc::SYS_setpriority, vec![Rule::new(own.to_vec())?]);
     let calls = [libc::PR_SET_NAME, libc::PR_SET_VMA].map(|option| equals(0, option.unsigned_abs().into()));
     rules.insert(libc::SYS_prctl, calls.into_iter().collect::<Made<_>>()?);
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, TargetArch::x86_64)?

@@ -20,6 +20,9 @@ use std::{
     sync::Arc,
 };
 
+/// Priority of what is written down in the background, in steps that `nice` counts.
+const BACKGROUND: i32 = 10;
+
 /// A frozen machine.
 pub struct Zygote {
     kvm: Arc<Kvm>,
@@ -193,6 +196,8 @@ impl Zygote {
         match fork(&keep).map_err(Error::host("forking"))? {
             Side::Parent { .. } => Ok(own.map(|_| Reply::Done)),
             Side::Child => {
+                // Where processors are short, machines come first, and freezes of them. At the same priority it is right too.
+                let _ = rustix::process::setpriority_process(None, BACKGROUND);
                 let written = self.write(&private, &memory, &state);
                 let server = own.as_mut().unwrap_or(&mut self.server);
                 // Nobody may wait for it any more.

@@ -220,6 +220,17 @@ fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
     place.thaw(&mut place.freeze(&mut machine).0).counts();
 }
 
+/// One's own priority may fall: what is written down does not keep machines from running.
+#[test]
+fn a_process_may_step_back() {
+    let stepped = in_process(|| {
+        rustix::thread::set_no_new_privs(true).unwrap();
+        keiki_vmm::jail::filter().unwrap();
+        i32::from(rustix::process::setpriority_process(None, 10).is_err())
+    });
+    assert_eq!(stepped, (Some(0), None));
+}
+
 /// What the filter is for: each of these ends whoever tries.
 #[test]
 #[allow(unsafe_code)]
@@ -249,6 +260,9 @@ fn forbidden_calls_end_the_process() {
         ("prctl", libc::SYS_prctl, [libc::PR_SET_DUMPABLE as i64, 1, 0]),
         ("seccomp", libc::SYS_seccomp, [0, 0, 0]),
         ("setuid", libc::SYS_setuid, [0, 0, 0]),
+        ("setpriority of another", libc::SYS_setpriority, [libc::PRIO_PROCESS as i64, me, 19]),
+        ("setpriority of a group", libc::SYS_setpriority, [libc::PRIO_PGRP as i64, 0, 19]),
+        ("setpriority of a user", libc::SYS_setpriority, [libc::PRIO_USER as i64, 0, 19]),
     ];
     for (name, call, [a, b, c]) in forbidden {
         let (code, signal) = in_process(|| {

@@ -172,5 +172,14 @@ pub async fn a_request_wakes_and_copies_serve_for_themselves(world: Arc<World>) 
     ensure!(served.sandbox.view().await?.status == Status::Hibernated, "not hibernated");
     ensure!(served.get("/").await?["count"] == 3, "it woke as it was");
     ensure!(served.sandbox.view().await?.status == Status::Running, "not woken");
+    // By the name of a host, as a browser asks for the link.
+    let preview = client.create_preview(id, &CreatePreview { port: 8000, ttl_seconds: None }).await?;
+    client.hibernate(id).await?;
+    let node = client.url().trim_start_matches("http://").parse()?;
+    let browser = reqwest::Client::builder().resolve(&format!("8000-{id}.localhost"), node).build()?;
+    let answer = browser.get(&preview.url).send().await?;
+    ensure!(answer.status() == 200, "{} by {}", answer.status(), preview.url);
+    ensure!(answer.json::<Value>().await?["count"] == 4, "it woke otherwise");
+    ensure!(served.sandbox.view().await?.status == Status::Running, "not woken by its host's name");
     Ok(())
 }
