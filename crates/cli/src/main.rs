@@ -26,6 +26,8 @@ use exit::{ExitCode, Failure, Outcome};
 use printer::{Format, Printer};
 
 fn main() {
+    // For all that is started from here. Monitors insist on it once more.
+    let _ = keiki_sys::process::close_others_at_exec();
     let matches = args::command().try_get_matches();
     let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
         Ok(cli) => cli,

@@ -110,3 +110,20 @@ fn a_benchmark_that_became_worse_ends_with_1() {
         assert!(text(&output.stderr).contains(named), "{}", text(&output.stderr));
     }
 }
+
+/// Tools are started with what they need, whatever this program was started with.
+#[test]
+fn tools_inherit_no_descriptors() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let (tool, seen) = (dir.path().join("qemu-system-x86_64"), dir.path().join("seen"));
+    let script =
+        format!("#!/bin/sh\n[ ! -e /proc/self/fd/9 ] || echo 9 >>{0}\necho run >>{0}\n", seen.display());
+    std::fs::write(&tool, script).unwrap();
+    std::fs::set_permissions(&tool, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let keiki = env!("CARGO_BIN_EXE_keiki");
+    let line = format!("exec 9</; PATH={}:$PATH exec {keiki} doctor", dir.path().display());
+    Command::new("sh").args(["-c", &line]).output().unwrap();
+    let seen = std::fs::read_to_string(&seen).unwrap();
+    assert!(seen.lines().count() > 0 && seen.lines().all(|line| line == "run"), "{seen}");
+}

@@ -235,8 +235,12 @@ fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64;
     Ok(Some(numbers))
 }
 
-/// Whatever we were started with stays ours: a directory that our own parent left open would lead out of any jail.
-fn close_others_at_exec() -> io::Result<()> {
+/// Whatever we were started with stays ours, but for the standard streams: a directory that our own parent left open would
+/// lead out of any jail, and some tools fail over descriptors that they did not open.
+///
+/// # Errors
+/// That of the call, which kernels have from 5.11 on.
+pub fn close_others_at_exec() -> io::Result<()> {
     // SAFETY: it sets a flag of descriptors and touches no memory.
     match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
         0 => Ok(()),
