@@ -162,8 +162,9 @@ fn list() -> Vec<[String; 4]> {
     Metric::value_variants().iter().map(row).collect()
 }
 
+/// Below one, as shares are, one digit would say little.
 fn number(value: f64) -> String {
-    format!("{value:.1}")
+    if value < 1.0 { format!("{value:.2}") } else { format!("{value:.1}") }
 }
 
 fn rows(report: &Report) -> impl Iterator<Item = [String; 7]> {
