@@ -49,7 +49,7 @@ pub fn within(seconds: u64) -> Duration {
 
 /// By what limits of time are multiplied.
 pub fn patience() -> u32 {
-    std::env::var("KEIKI_E2E_PATIENCE").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
+    number("KEIKI_E2E_PATIENCE").unwrap_or(1)
 }
 
 /// Is this a run that may take long?
@@ -106,7 +106,7 @@ async fn run() -> Result<bool> {
         chosen.into_iter().partition(|(name, _)| tests::ALONE.contains(name));
     let places = Places::from_env()?;
     let names = names::serve().await?.to_string();
-    let lanes = number("KEIKI_E2E_LANES").unwrap_or(1).clamp(1, beside.len().max(1));
+    let lanes = number("KEIKI_E2E_LANES").unwrap_or(1_usize).clamp(1, beside.len().max(1));
 
     let beside = Mutex::new(VecDeque::from(beside));
     let lane = async |at: usize| -> Result<(Tally, Arc<World>)> {
@@ -268,6 +268,6 @@ impl Tally {
     }
 }
 
-fn number(variable: &str) -> Option<usize> {
+fn number<T: std::str::FromStr>(variable: &str) -> Option<T> {
     std::env::var(variable).ok()?.parse().ok()
 }

@@ -71,7 +71,7 @@ impl Places {
 }
 
 fn first_range() -> u8 {
-    std::env::var("KEIKI_E2E_RANGE").ok().and_then(|text| text.parse().ok()).unwrap_or(FIRST_RANGE)
+    crate::number("KEIKI_E2E_RANGE").unwrap_or(FIRST_RANGE)
 }
 
 /// How a node is to be.

@@ -78,8 +78,7 @@ impl Group {
 
     /// Has it no process, nor has any group below it?
     pub fn is_empty(&self) -> bool {
-        let mut text = [0; 256];
-        rustix::io::pread(&self.events, &mut text, 0).is_ok_and(|got| says(&text[..got], b"populated 0"))
+        says(&self.events, b"populated 0").is_ok_and(|empty| empty)
     }
 
     /// Is it as good as new, once it is empty? Not if user work made groups below it. Nor if it was killed:
@@ -161,9 +160,7 @@ fn set_frozen(how: &[u8]) -> io::Result<()> {
 pub fn has_user_work() -> io::Result<bool> {
     static EVENTS: OnceLock<fs::File> = OnceLock::new();
     let events = sys::kept_open(&EVENTS, || fs::File::open(Path::new(USER).join("cgroup.events")))?;
-    let mut text = [0; 256];
-    let got = rustix::io::pread(events, &mut text, 0)?;
-    Ok(!says(&text[..got], b"populated 0"))
+    Ok(!says(events, b"populated 0")?)
 }
 
 async fn freeze_and_wait() -> io::Result<()> {
@@ -171,9 +168,7 @@ async fn freeze_and_wait() -> io::Result<()> {
     let events = sys::watch(events.into(), Interest::PRIORITY)?;
     set_frozen(b"1")?;
     loop {
-        let mut text = [0; 256];
-        let got = rustix::io::pread(events.get_ref(), &mut text, 0)?;
-        if says(&text[..got], b"frozen 1") {
+        if says(events.get_ref(), b"frozen 1")? {
             return Ok(());
         }
         // The kernel marks the file anew at each change; a missed mark costs some milliseconds.
@@ -183,7 +178,14 @@ async fn freeze_and_wait() -> io::Result<()> {
     }
 }
 
-fn says(events: &[u8], what: &[u8]) -> bool {
+/// Is this a line of a group's events now?
+fn says(events: impl AsFd, what: &[u8]) -> io::Result<bool> {
+    let mut text = [0; 256];
+    let got = rustix::io::pread(events, &mut text, 0)?;
+    Ok(has_line(&text[..got], what))
+}
+
+fn has_line(events: &[u8], what: &[u8]) -> bool {
     events.split(|&byte| byte == b'\n').any(|line| line == what)
 }
 
@@ -203,12 +205,12 @@ pub fn user_processes() -> Vec<i32> {
 
 #[cfg(test)]
 mod tests {
-    use super::says;
+    use super::has_line;
 
     #[test]
     fn only_a_whole_line_counts() {
-        assert!(says(b"populated 1\nfrozen 1\n", b"frozen 1"));
-        assert!(!says(b"populated 1\nfrozen 0\n", b"frozen 1"));
-        assert!(!says(b"frozen 10\n", b"frozen 1"));
+        assert!(has_line(b"populated 1\nfrozen 1\n", b"frozen 1"));
+        assert!(!has_line(b"populated 1\nfrozen 0\n", b"frozen 1"));
+        assert!(!has_line(b"frozen 10\n", b"frozen 1"));
     }
 }

@@ -29,7 +29,10 @@ pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
 }
 
 /// Where data begins, at or after `at`; nowhere if there are only holes up to the end.
-fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
+///
+/// # Errors
+/// Those of looking.
+pub fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some(start)),
         Err(rustix::io::Errno::NXIO) => Ok(None),

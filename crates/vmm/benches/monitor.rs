@@ -115,7 +115,6 @@ fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: 
     let [mib, dirty] = size;
     let samples = if mib > 1024 { 20 } else { 40 };
     let mut machine = writing(place, mib, dirty, over);
-    machine.remember_ram(mib.into());
     let bottom = place.dir.path().join("bottom.raw");
     let (mut pause, mut steps) = (Vec::new(), std::collections::BTreeMap::<String, Vec<f64>>::new());
     round(&machine);

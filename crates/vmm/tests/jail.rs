@@ -4,7 +4,7 @@ mod monitor;
 
 use keiki_control::Start;
 use keiki_hv::fork::{Side, exit, fork};
-use monitor::{Monitor, SILENT, USER, place};
+use monitor::{Monitor, Place, SILENT, USER, place};
 use rustix::process::{Pid, WaitOptions, waitpid};
 use std::{fs, io::Read, path::PathBuf, process::Command};
 
@@ -28,15 +28,29 @@ fn in_process(what: impl FnOnce() -> i32) -> (Option<i32>, Option<i32>) {
     }
 }
 
-#[test]
-fn a_machine_and_its_copies_have_nothing() {
-    let Some(place) = place() else { return };
+/// A machine, its zygote and a copy, in their jails.
+struct Family {
+    place: Place,
+    machine: Monitor,
+    zygote: Monitor,
+    copy: Monitor,
+}
+
+/// None where no monitor can run, or is put into a jail.
+fn family() -> Option<Family> {
+    let place = place()?;
     if !is_root() {
-        return;
+        return None;
     }
     let mut machine = place.boot(SILENT);
     let (mut zygote, _) = place.freeze(&mut machine);
     let copy = place.thaw(&mut zygote);
+    Some(Family { place, machine, zygote, copy })
+}
+
+#[test]
+fn a_machine_and_its_copies_have_nothing() {
+    let Some(Family { machine, zygote, copy, place: _place }) = family() else { return };
     for monitor in [&machine, &zygote, &copy] {
         looks_jailed(monitor);
     }
@@ -146,13 +160,7 @@ fn become_user(user: u32) {
 #[test]
 #[allow(unsafe_code)]
 fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
-    let Some(place) = place() else { return };
-    if !is_root() {
-        return;
-    }
-    let mut machine = place.boot(SILENT);
-    let (mut zygote, _) = place.freeze(&mut machine);
-    let copy = place.thaw(&mut zygote);
+    let Some(Family { place, mut machine, mut zygote, copy }) = family() else { return };
     let address = machine.ram_start() as i64;
     for pid in [machine.pid(), zygote.pid(), copy.pid()].map(i64::from) {
         let (mut buffer, kill) = ([0_u8; 8], libc::SIGKILL as i64);

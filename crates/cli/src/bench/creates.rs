@@ -20,13 +20,10 @@ fn until_running(timings: &Timings) -> Option<f64> {
     Some(steps.map(|step| step.ms).sum())
 }
 
-/// What the release gate does one after the other on the node; all but the second is the connection's.
-const GATE: [&str; 3] = ["connect", "individualize", "thaw_user"];
-
 /// The steps of the release gate, the guest's own among them.
 fn of_gate(timings: &Timings) -> impl Iterator<Item = (&str, f64)> {
     let steps = timings.steps.iter().map(|step| (step.name.as_str(), step.ms));
-    steps.filter(|(name, _)| GATE.contains(name) || name.starts_with("guest:"))
+    steps.filter(|(name, _)| Timings::GATE.contains(name) || name.starts_with("guest:"))
 }
 
 impl Bench<'_> {

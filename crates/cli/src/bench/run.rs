@@ -114,12 +114,11 @@ impl Bench<'_> {
         let engine = self.client.version().await?.engine;
         let mut results = Vec::new();
         let all = &mut results;
-        let creates = [RestoreStep, Release, ReleaseStep, CreateFirstExec, ReleaseShare, Kill];
-        self.part(all, "creates", &creates, self.creates(json!({}))).await?;
-        let creates = &creates[..5];
-        if self.cold("creates", creates) {
+        let creates = [RestoreStep, Release, ReleaseStep, CreateFirstExec, ReleaseShare];
+        self.part(all, "creates", &[&creates[..], &[Kill]].concat(), self.creates(json!({}))).await?;
+        if self.cold("creates", &creates) {
             let cold = self.creates(json!({"cache": "cold"}));
-            self.part(all, "creates, cold cache", creates, cold).await?;
+            self.part(all, "creates, cold cache", &creates, cold).await?;
         }
         for &many in &self.size.many {
             let what = format!("{many} creates at once");

@@ -167,12 +167,9 @@ impl Copier {
         for Mapping { addresses, offset, .. } in self.mappings.iter().filter(|mapping| mapping.zero) {
             let end = offset + (addresses.end - addresses.start);
             // A hole needs no transaction to become one.
-            let data = match rustix::fs::seek(&self.image, rustix::fs::SeekFrom::Data(*offset)) {
-                Ok(data) => data.min(end),
-                Err(rustix::io::Errno::NXIO) => end,
-                Err(errno) => return Err(EngineError::at("look at", &self.path)(errno.into())),
-            };
-            if data < end {
+            let data = keiki_sys::sparse::next_data(&self.image, *offset)
+                .map_err(EngineError::at("look at", &self.path))?;
+            if let Some(data) = data.filter(|data| *data < end) {
                 keiki_sys::files::punch(&self.image, data, end - data)
                     .map_err(EngineError::at("write", &self.path))?;
             }

@@ -503,12 +503,11 @@ fn frozen_timings(clock: &Clock, taken: &Taken) -> Timings {
 /// Timings of a thawing verb: `thaw_ms` ends where the release gate begins.
 pub(super) fn released_timings(clock: &Clock, pause: Option<Pause>) -> Timings {
     let timings = clock.timings();
-    let gate = ["connect", "individualize", "thaw_user"];
     // A fork's own freeze has a step of the same name; the gate is what follows the thaw.
     let after_thaw = timings.steps.iter().rposition(|step| step.name == "thaw").unwrap_or(0);
     let steps = timings.steps.get(after_thaw..).unwrap_or_default();
     let release: f64 =
-        steps.iter().filter(|step| gate.contains(&step.name.as_str())).map(|step| step.ms).sum();
+        steps.iter().filter(|step| Timings::GATE.contains(&step.name.as_str())).map(|step| step.ms).sum();
     Timings {
         vcpu_pause_ms: pause.map(|pause| ms(pause.vcpu)),
         user_pause_ms: pause.and_then(|pause| pause.user).map(ms),
