@@ -7,7 +7,8 @@
 #   scripts/lab.sh bench                ratios of two things of one run, into bench-lab.json
 #   scripts/lab.sh release              one of them alone: what the release gate is of a create; the others stay
 #
-# Built before: scripts/build.sh dev, and the parts of the base template in the image cache. Logs: .keiki/lab/out/.
+# Built before: scripts/build.sh dev, and the parts of the base template in the image cache; what is measured is what
+# users run, and built here. Logs: .keiki/lab/out/.
 # KEIKI_LAB says where: `always` in the lab, `never` here, unset wherever KVM is native.
 . "$(dirname "$0")/lib.sh"
 
@@ -19,6 +20,8 @@ MACHINE_MIB=8192
 RELEASE=release,release_step,release_share,create_first_exec
 # So many machines share the end to end tests.
 E2E_PARTS=2
+# The programs that a machine runs.
+PROGRAMS=$OUT_DEV
 # Guest instructions a second that only hardware reaches; keiki's own probe has the same.
 NATIVE=100000000
 
@@ -34,7 +37,7 @@ native() {
 
 # in_lab OPTION... -- COMMAND...
 in_lab() {
-    cargo xtask lab --limit "$LIMIT" --out "$LAB_OUT" --put "$OUT_DEV:bin" "$@"
+    cargo xtask lab --limit "$LIMIT" --out "$LAB_OUT" --put "$PROGRAMS:bin" "$@"
 }
 
 # Where what a part leaves is found: out PART
@@ -100,7 +103,7 @@ with_guests() {
     ln -s "$kernel/vmlinuz" "$here/kernel/boot/vmlinuz-test"
     if native; then
         ln -s "$kernel/lib" "$here/kernel/lib"
-        ln -s "$OUT_DEV" "$here/bin"
+        ln -s "$PROGRAMS" "$here/bin"
         guests_here "$here" "$@"
     else
         guests_in_lab "$here" "$kernel/lib" "$@"
@@ -113,7 +116,7 @@ guests_here() (
     with_reflinks "$1/store"
     cd "$1"
     shift
-    KEIKI_ENGINE=kvm KEIKI_TEST_VMM=$OUT_DEV/keiki-vmm KEIKI_TEST_KERNEL_DIR=$PWD/kernel KEIKI_TEST_STORE=$PWD/store \
+    KEIKI_ENGINE=kvm KEIKI_TEST_VMM=$PROGRAMS/keiki-vmm KEIKI_TEST_KERNEL_DIR=$PWD/kernel KEIKI_TEST_STORE=$PWD/store \
         KEIKI_BENCH_LAB=$LAB_OUT/bench-lab.json bash -c "$@"
 )
 
@@ -153,9 +156,9 @@ run_bench() {
 run_release() {
     local known=()
     if native; then
-        KEIKI_ENGINE=kvm start_node bench-lab "$OUT_DEV"
-        "$OUT_DEV/keiki" template build base --memory 256
-        "$OUT_DEV/keiki" bench --only "$RELEASE" --into bench-lab.json
+        KEIKI_ENGINE=kvm start_node bench-lab "$PROGRAMS"
+        "$PROGRAMS/keiki" template build base --memory 256
+        "$PROGRAMS/keiki" bench --only "$RELEASE" --into bench-lab.json
         stop_node
         return
     fi
@@ -238,8 +241,11 @@ main() {
         run_e2e || status=1
         return "$status"
         ;;
-    bench) run_bench ;;
-    release) run_release ;;
+    bench | release)
+        scripts/build.sh
+        PROGRAMS=$OUT
+        "run_$what"
+        ;;
     *) die "no such part: e2e, engine, all, bench or release" ;;
     esac
 }

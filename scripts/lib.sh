@@ -57,8 +57,11 @@ quietly() {
 build_dev() { cargo build --locked "$@" --workspace --bins --examples --target-dir "$TARGET"; }
 
 # The programs that cargo makes of all tests of a package, or of a test or benchmark of it: built test|bench PACKAGE [NAME]
+# A benchmark is optimised, as what users run is.
 built() {
-    cargo "$1" --locked -q --profile dev --workspace ${3:+"--$1" "$3"} --no-run --message-format json-render-diagnostics |
+    local profile=dev
+    [ "$1" != bench ] || profile=bench
+    cargo "$1" --locked -q --profile "$profile" --workspace ${3:+"--$1" "$3"} --no-run --message-format json-render-diagnostics |
         sed -n "s/.*\"package_id\":\"[^\"]*#$2@.*\"overflow_checks\":[a-z]*,\"test\":true.*\"executable\":\"\([^\"]*\)\".*/\1/p"
 }
 

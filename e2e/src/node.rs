@@ -255,9 +255,10 @@ impl Node {
 
     /// The monitors that run for this sandbox.
     pub fn monitors_of(&self, id: keiki_types::SandboxId) -> Result<Vec<u32>> {
-        let mark = id.to_string().replace('-', "");
+        // Its directories: of what it runs on, and of its sockets.
+        let marks = [id.to_string(), id.to_string().replace('-', "")];
         let mut pids = self.traces()?.monitors;
-        pids.retain(|pid| holds(*pid, &mark));
+        pids.retain(|pid| marks.iter().any(|mark| holds(*pid, mark)));
         Ok(pids)
     }
 

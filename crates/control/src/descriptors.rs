@@ -25,6 +25,9 @@ pub enum Role {
     State,
     /// `/proc/PID/pagemap` of the zygote itself, which it may not open.
     Pagemap,
+    /// Pages that machines of these files touch first: pairs of a page's number in the memory file and how many, u32,
+    /// little-endian. The highest bit of how many: written.
+    Pages,
     /// One end of a socket pair: the control connection of a new zygote, or the one on which a copy answers.
     Control,
     /// Listening socket: control connections of a new machine.
@@ -65,6 +68,7 @@ impl fmt::Display for Role {
             Self::Memory => "memory",
             Self::State => "state",
             Self::Pagemap => "the page map",
+            Self::Pages => "a list of pages",
             Self::Control => "a control connection",
             Self::Listener => "a control listener",
             Self::Layer => "a disk layer",

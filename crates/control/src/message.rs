@@ -115,7 +115,7 @@ pub enum Reply {
     Frozen(Frozen),
     /// To [`Request::Thaw`].
     Thawed(Thawed),
-    /// To [`Request::Persist`].
+    /// To [`Request::Persist`]. A copy that answers on a connection of its own says [`Reply::Done`] first, as it begins.
     Persisted(Persisted),
     /// To [`Request::Stats`].
     Stats(Stats),
@@ -276,6 +276,7 @@ impl Request {
                 one(Role::Console),
                 maybe(Role::Control),
                 maybe(Role::Stderr),
+                maybe(Role::Pages),
             ],
             Self::Persist => {
                 vec![one(Role::Memory), one(Role::State), one(Role::Pagemap), maybe(Role::Control)]

@@ -131,6 +131,14 @@ impl LineageGroup {
         fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
+    /// Lets the group of this name have processors only that nobody else wants. A priority of its processes does not: it counts
+    /// within a group. Without such groups of processors it is the other way round.
+    pub(crate) fn idle(&self, name: &str) {
+        if let Err(error) = fs::write(self.0.join(name).join("cpu.idle"), "1") {
+            tracing::debug!(%error, "what is done in the background has its share of the processors");
+        }
+    }
+
     /// Ends whoever is in the group of this name, and removes it.
     pub(crate) fn end(&self, name: &str) -> io::Result<()> {
         let group = self.0.join(name);

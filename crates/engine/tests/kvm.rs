@@ -428,6 +428,12 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     machine.stop().await?;
+    // The next one is given it before it runs.
+    let seat = lab.engine.seat(stored.image(), lab.resources()?).await?;
+    let (machine, steps) = stored.thaw(seat).await?;
+    ensure!(steps.0.iter().any(|(name, _)| name == "vmm_pages"), "nothing is given ahead: {steps:?}");
+    beyond(machine.as_ref(), count + 2).await?;
+    machine.stop().await?;
     drop(stored);
     lab.engine.close().await;
     lab.all_gone().await?;

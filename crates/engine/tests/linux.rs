@@ -31,43 +31,61 @@ async fn stop(lab: &Lab, guests: Vec<Guest>) -> Result<()> {
 
 /// After which a processor that does not count is said not to.
 const STALLED: Duration = Duration::from_secs(20);
-/// On each processor one counts.
-const COUNTERS: &str = "for c in 0 1 2 3; do \
-     taskset $((1 << c)) sh -c 'n=0; while :; do n=$((n+1)); echo $n >/tmp/c'$c'; usleep 20000; done' & done";
 
-async fn counts(guest: &mut Guest) -> Result<Vec<u64>> {
+/// On each processor one counts.
+fn counters(vcpus: u8) -> String {
+    let all = processors(vcpus);
+    format!(
+        "for c in {all}; do taskset $((1 << c)) \
+         sh -c 'n=0; while :; do n=$((n+1)); echo $n >/tmp/c'$c'; usleep 20000; done' & done"
+    )
+}
+
+fn processors(vcpus: u8) -> String {
+    (0..vcpus).map(|c| c.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+async fn counts(guest: &mut Guest, vcpus: u8) -> Result<Vec<u64>> {
+    let all = processors(vcpus);
     // Written by truncating first: it may be empty.
-    let line = "for c in 0 1 2 3; do until [ -s /tmp/c$c ] && n=$(cat /tmp/c$c) && [ -n \"$n\" ]; do :; done; echo $n; done";
-    let text = guest.sh(line).await?;
+    let line = format!(
+        "for c in {all}; do until [ -s /tmp/c$c ] && n=$(cat /tmp/c$c) && [ -n \"$n\" ]; do :; done; echo $n; done"
+    );
+    let text = guest.sh(&line).await?;
     text.lines().map(|line| line.trim().parse().with_context(|| format!("{text:?}"))).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_processor_goes_on_in_every_copy() -> Result<()> {
     let Some(lab) = kvm_lab()? else { return Ok(()) };
-    let mut parent = boot(&lab, Shape { vcpus: 4, ..guest::SHAPE }).await?;
-    assert_eq!(parent.sh("grep -c ^processor /proc/cpuinfo").await?, "4");
-    parent.sh(COUNTERS).await?;
-    counts(&mut parent).await?;
-    let (frozen, _) = lab.freeze(parent.machine.as_ref()).await?;
-    // One after the other: a machine of four processors is much for an emulated one.
-    all_count_on("the original", parent).await?;
-    all_count_on("a fork", lab.thaw(frozen.as_ref()).await?).await?;
-    all_count_on("a restored one", stored(&lab, frozen.as_ref()).await?).await?;
-    lab.engine.close().await;
+    for vcpus in 2..=4 {
+        let mut parent = boot(&lab, Shape { vcpus, ..guest::SHAPE }).await?;
+        assert_eq!(parent.sh("grep -c ^processor /proc/cpuinfo").await?, vcpus.to_string());
+        parent.sh(&counters(vcpus)).await?;
+        counts(&mut parent, vcpus).await?;
+        let (frozen, _) = lab.freeze(parent.machine.as_ref()).await?;
+        // One after the other: a machine of several processors is much for an emulated one.
+        all_count_on("the original", parent, vcpus).await?;
+        all_count_on("a fork", lab.thaw(frozen.as_ref()).await?, vcpus).await?;
+        all_count_on("a restored one", stored(&lab, frozen.as_ref()).await?, vcpus).await?;
+        lab.engine.close().await;
+    }
     Ok(())
 }
 
-async fn all_count_on(who: &str, mut guest: Guest) -> Result<()> {
-    let before = counts(&mut guest).await?;
+async fn all_count_on(who: &str, mut guest: Guest, vcpus: u8) -> Result<()> {
+    let before = counts(&mut guest, vcpus).await?;
     let begun = Instant::now();
     loop {
-        let after = counts(&mut guest).await?;
+        let after = counts(&mut guest, vcpus).await?;
         let Some(stands) = after.iter().zip(&before).position(|(now, before)| now <= before) else { break };
-        ensure!(begun.elapsed() < STALLED, "{who}: processor {stands} stands still: {before:?}, {after:?}");
+        ensure!(
+            begun.elapsed() < STALLED,
+            "{who} of {vcpus}: processor {stands} stands still: {before:?}, {after:?}"
+        );
     }
     let bad = guest.sh("dmesg | grep -iE 'stall|lockup|hung|unstable|BUG:' | head -n 5").await?;
-    ensure!(bad.is_empty(), "{who} complains: {bad}");
+    ensure!(bad.is_empty(), "{who} of {vcpus} complains: {bad}");
     guest.machine.stop().await?;
     Ok(())
 }

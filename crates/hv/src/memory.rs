@@ -260,6 +260,14 @@ impl GuestRam {
         Ok(())
     }
 
+    /// Makes pages of these parts of the memory file private, with what they hold.
+    ///
+    /// # Errors
+    /// Those of the call. Memory is right all the same, only slower.
+    pub fn make_private(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        self.advise_parts(ranges, libc::MADV_POPULATE_WRITE)
+    }
+
     /// Has the kernel read these parts of the memory file into its page cache, and does not wait for it.
     ///
     /// # Errors

@@ -4,11 +4,13 @@
 //! /init                   keiki-guest
 //! /keiki/modules          file names in the order they are loaded, one a line
 //! /keiki/modules.d/*.ko   uncompressed: unpacking costs more in a guest than here
+//! /kernel/firmware/acpi   a table for the kernel, which looks for it before it unpacks: so the archive is not compressed
 //! ```
 
 use crate::{
     Builder, Kernel, cache, cpio,
     error::{Error, Result, io_error},
+    generation,
     modules::{Index, WANTED, unpack, unpacked_name},
 };
 use std::{
@@ -29,7 +31,10 @@ pub(crate) fn build(builder: &Builder, kernel: &Kernel, guest: &Path) -> Result<
     let order = index.order(WANTED).map_err(|missing| {
         Error::BadKernel(format!("{} has no module {missing}, which every guest needs", kernel.release))
     })?;
-    let key = cache::key(&["initramfs", &kernel.release, &order.join("\n"), &cache::file_digest(guest)?]);
+    let table = generation::table();
+    let (modules, agent) = (order.join("\n"), cache::file_digest(guest)?);
+    let key =
+        cache::key(&["initramfs", &kernel.release, &modules, &agent, blake3::hash(&table).to_hex().as_str()]);
     let part = builder.cache.part("initramfs", &key);
     if !builder.refresh && part.is_file() {
         return Ok(part);
@@ -41,7 +46,7 @@ pub(crate) fn build(builder: &Builder, kernel: &Kernel, guest: &Path) -> Result<
     for module in &order {
         modules.push((unpacked_name(module), unpack(&kernel.modules_dir.join(module))?));
     }
-    write(&path, &agent, &modules).map_err(io_error("writing", &path))?;
+    write(&path, &table, &agent, &modules).map_err(io_error("writing", &path))?;
     builder.cache.publish(&path, &part)?;
     Ok(part)
 }
@@ -55,8 +60,12 @@ fn read_agent(guest: &Path) -> Result<Vec<u8>> {
     fs::read(guest).map_err(io_error("reading the guest agent", guest))
 }
 
-fn write(path: &Path, agent: &[u8], modules: &[(&str, Vec<u8>)]) -> std::io::Result<()> {
+fn write(path: &Path, table: &[u8], agent: &[u8], modules: &[(&str, Vec<u8>)]) -> std::io::Result<()> {
     let mut archive = cpio::Archive::new(BufWriter::new(File::create_new(path)?));
+    for directory in generation::PLACE {
+        archive.directory(directory, 0o755)?;
+    }
+    archive.file(&format!("{}/generation.aml", generation::PLACE[2]), 0o644, table)?;
     archive.file("init", 0o755, agent)?;
     archive.directory("keiki", 0o755)?;
     let names: String = modules.iter().map(|(name, _)| format!("{name}\n")).collect();

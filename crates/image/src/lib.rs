@@ -24,6 +24,7 @@ mod apt;
 mod cache;
 pub mod cpio;
 mod error;
+mod generation;
 mod initramfs;
 mod kernel;
 pub mod modules;

@@ -22,6 +22,18 @@ pub const AGENT_PORT: &str = "keiki.agent.0";
 /// have: calls that nobody reads hold up no others.
 pub const MAX_CALLS: u32 = 512;
 
+/// The VM generation ID of a guest whose monitor has no device for it: of engine `qemu`. The agent keeps it.
+pub mod generation {
+    /// Where it is in the guest's memory: a page that the kernel is told to leave alone.
+    pub const ADDRESS: u64 = 0x9e000;
+    /// The kernel's argument for that.
+    pub const RESERVED: &str = "memmap=4K$0x9e000";
+    /// Its bytes.
+    pub const LEN: usize = 16;
+    /// The ACPI device that tells where it is, and whose status is asked for when it has changed.
+    pub const DEVICE: &str = "KEIK0002";
+}
+
 /// What every guest believes about its network. The slot around it makes it distinct outside.
 pub mod net {
     use std::net::Ipv4Addr;

@@ -112,12 +112,12 @@ pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<V
     by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0)
 }
 
-/// The pages of `range` that the process has: read, written, or swapped out. Those of a file are among them.
+/// The pages of `range` that the process has of a file, and has not written.
 ///
 /// # Errors
 /// Those of reading.
-pub fn present_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-    by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0)
+pub fn file_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    by_entry(pagemap, range, |entry| entry & PRESENT != 0 && entry & FILE != 0)
 }
 
 /// Bits of an entry.

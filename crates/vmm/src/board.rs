@@ -64,6 +64,8 @@ pub struct Resources {
     pub disks: Vec<DiskFiles>,
     /// Standard error, where it is to be another than before.
     pub stderr: Option<OwnedFd>,
+    /// What is read first.
+    pub pages: Option<OwnedFd>,
 }
 
 /// The files of a further disk.
@@ -97,6 +99,7 @@ impl Resources {
             console: descriptors.take(Role::Console)?,
             listener: descriptors.take(Role::Listener)?,
             stderr: descriptors.take_if_any(Role::Stderr),
+            pages: descriptors.take_if_any(Role::Pages),
         };
         descriptors.no_other_disks()?;
         Ok(taken)
@@ -107,7 +110,7 @@ impl Resources {
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let mut all: Vec<_> = self.layers.iter().map(AsFd::as_fd).collect();
         all.extend(self.disks.iter().flat_map(|disk| disk.layers.iter().chain(&disk.top)).map(AsFd::as_fd));
-        all.extend([&self.tap, &self.stderr].into_iter().flatten().map(AsFd::as_fd));
+        all.extend([&self.tap, &self.stderr, &self.pages].into_iter().flatten().map(AsFd::as_fd));
         all.extend([&self.top, &self.agent, &self.console, &self.listener].map(AsFd::as_fd));
         all
     }

@@ -20,6 +20,7 @@ mod error;
 pub mod frozen;
 pub mod jail;
 pub mod machine;
+mod pages;
 pub mod probe;
 pub mod process;
 pub mod zygote;

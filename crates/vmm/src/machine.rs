@@ -9,6 +9,7 @@ use crate::{
     board::{Board, Resources, layers, windows},
     boot,
     frozen::{Config, Frozen},
+    pages::Pages,
     process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
     zygote::Zygote,
 };
@@ -45,9 +46,26 @@ pub struct Machine {
     listener: OwnedFd,
     server: Option<Server>,
     paused: bool,
-    generation: u32,
+    heritage: Heritage,
     /// For last words.
     log: File,
+}
+
+/// What copies inherit beside memory and state.
+#[derive(Debug, Clone, Default)]
+pub struct Heritage {
+    /// How many forks away from files, or from a boot.
+    pub forks: u32,
+    /// What is touched first.
+    pub pages: Option<Arc<Pages>>,
+}
+
+impl Heritage {
+    /// That of a copy.
+    #[must_use]
+    pub fn of_copy(&self) -> Self {
+        Self { forks: self.forks + 1, pages: self.pages.clone() }
+    }
 }
 
 /// Steps of a piece of work and what each took.
@@ -100,19 +118,20 @@ impl Machine {
             Cpu::Host => Baseline::Host,
         };
         let cpu = CpuModel::new(&kvm, baseline, cpu_count)?;
-        let mut machine = Self::assemble(kvm, &ram, config, cpu, resources, 0, |_, board, vcpus| {
-            let spec = boot::Spec {
-                kernel: &mut kernel,
-                initramfs: Some(&mut initrd),
-                command_line: &boot.cmdline,
-                vcpus: cpu_count,
-                devices,
-            };
-            let entry = boot::load(&ram, spec)?;
-            board.renew(boot.generation)?;
-            vcpus.iter().try_for_each(|vcpu| entry.apply(vcpu))?;
-            Ok(())
-        })?;
+        let mut machine =
+            Self::assemble(kvm, &ram, config, cpu, resources, Heritage::default(), |_, board, vcpus| {
+                let spec = boot::Spec {
+                    kernel: &mut kernel,
+                    initramfs: Some(&mut initrd),
+                    command_line: &boot.cmdline,
+                    vcpus: cpu_count,
+                    devices,
+                };
+                let entry = boot::load(&ram, spec)?;
+                board.renew(boot.generation)?;
+                vcpus.iter().try_for_each(|vcpu| entry.apply(vcpu))?;
+                Ok(())
+            })?;
         machine.run()?;
         Ok(machine)
     }
@@ -127,11 +146,15 @@ impl Machine {
         frozen: &Frozen,
         resources: Resources,
         generation: [u8; 16],
-        forks: u32,
+        mut heritage: Heritage,
         clock: &mut Clock,
     ) -> Result<Self> {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
-        let mut machine = Self::assemble(kvm, ram, config, cpu, resources, forks, |vm, board, vcpus| {
+        if let Some(list) = &resources.pages {
+            heritage.pages = Some(Arc::new(Pages::read(list)));
+        }
+        let pages = heritage.pages.clone();
+        let mut machine = Self::assemble(kvm, ram, config, cpu, resources, heritage, |vm, board, vcpus| {
             clock.step("kvm");
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
@@ -141,6 +164,11 @@ impl Machine {
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
             clock.step("devices");
+            if let Some((pages, vcpu)) = pages.as_ref().zip(vcpus.first()) {
+                // Without them it is slower only.
+                let _ = pages.give(ram, vcpu);
+                clock.step("pages");
+            }
             Ok(())
         })?;
         machine.vm.set_clock(&frozen.vm)?;
@@ -156,7 +184,7 @@ impl Machine {
         config: Config,
         cpu: CpuModel,
         resources: Resources,
-        generation: u32,
+        heritage: Heritage,
         fill: impl FnOnce(&Vm, &Board, &[keiki_hv::Vcpu]) -> Result<()>,
     ) -> Result<Self> {
         let vm = kvm.create_vm(ram)?;
@@ -173,7 +201,7 @@ impl Machine {
             let _ = on_end.signal();
         })?;
         let (server, paused) = (None, true);
-        Ok(Self { kvm, vm, cpus, board, config, cpu, end, listener, server, paused, generation, log })
+        Ok(Self { kvm, vm, cpus, board, config, cpu, end, listener, server, paused, heritage, log })
     }
 
     fn run(&mut self) -> Result<()> {
@@ -303,7 +331,7 @@ impl Machine {
         Ok(Reply::Hello(control::Hello {
             stage: Stage::Machine,
             paused: self.paused,
-            generation: self.generation,
+            generation: self.heritage.forks,
             layers: u32::try_from(layers).unwrap_or(u32::MAX),
         }))
     }
@@ -440,7 +468,7 @@ impl Machine {
                 let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
                 // An error must not be answered here: this process is not the machine.
                 let zygote = complain_on(stderr)
-                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.generation + 1));
+                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.heritage.of_copy()));
                 match zygote {
                     Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
                     Err(_) => exit_with(EXIT_THAW),

@@ -4,7 +4,7 @@ use crate::{
     Error, Result,
     board::Resources,
     frozen::Frozen,
-    machine::{Clock, Machine},
+    machine::{Clock, Heritage, Machine},
     process::{EXIT_THAW, Life, complain_on, exit_with, failed},
 };
 use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Thaw};
@@ -29,7 +29,7 @@ pub struct Zygote {
     ram: GuestRam,
     frozen: Frozen,
     server: Server,
-    generation: u32,
+    heritage: Heritage,
 }
 
 impl Zygote {
@@ -42,9 +42,9 @@ impl Zygote {
         ram: GuestRam,
         frozen: Frozen,
         control: OwnedFd,
-        generation: u32,
+        heritage: Heritage,
     ) -> Result<Self> {
-        Ok(Self { kvm, ram, frozen, server: Server::new(control)?, generation })
+        Ok(Self { kvm, ram, frozen, server: Server::new(control)?, heritage })
     }
 
     /// A stored machine. Everything that can be checked without starting it is checked here.
@@ -53,7 +53,7 @@ impl Zygote {
     /// A sentence that says what is not as it should be.
     pub fn load(load: &Load, descriptors: &mut Descriptors, server: Server) -> Result<Self, (Error, Server)> {
         match Self::read(load, descriptors) {
-            Ok((kvm, ram, frozen)) => Ok(Self { kvm, ram, frozen, server, generation: 0 }),
+            Ok((kvm, ram, frozen)) => Ok(Self { kvm, ram, frozen, server, heritage: Heritage::default() }),
             Err(error) => Err((error, server)),
         }
     }
@@ -127,7 +127,7 @@ impl Zygote {
         Reply::Hello(control::Hello {
             stage: Stage::Zygote,
             paused: true,
-            generation: self.generation,
+            generation: self.heritage.forks,
             layers: 0,
         })
     }
@@ -152,7 +152,7 @@ impl Zygote {
         mut clock: Clock,
     ) -> Life {
         clock.step("fork");
-        let Self { kvm, ram, frozen, server, generation } = self;
+        let Self { kvm, ram, frozen, server, heritage } = self;
         let mut server = match own {
             Some(own) => {
                 // Its descriptor is the zygote's, closed here already.
@@ -164,8 +164,8 @@ impl Zygote {
         if complain_on(resources.stderr.as_ref()).is_err() {
             exit_with(EXIT_THAW);
         }
-        let machine =
-            Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, generation + 1, &mut clock);
+        let heritage = heritage.of_copy();
+        let machine = Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, heritage, &mut clock);
         match machine {
             Ok(machine) => {
                 let reply = control::Thawed {
@@ -198,6 +198,10 @@ impl Zygote {
             Side::Child => {
                 // Where processors are short, machines come first, and freezes of them. At the same priority it is right too.
                 let _ = rustix::process::setpriority_process(None, BACKGROUND);
+                if let Some(own) = &mut own {
+                    // The node learns which process it is, and can see to its priority as well.
+                    let _ = own.answer(&Reply::Done);
+                }
                 let written = self.write(&private, &memory, &state);
                 let server = own.as_mut().unwrap_or(&mut self.server);
                 // Nobody may wait for it any more.

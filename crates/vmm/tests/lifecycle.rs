@@ -129,6 +129,21 @@ fn five_gib_and_four_vcpus() {
     assert_eq!(&found, b"high");
 }
 
+#[test]
+fn machines_of_one_to_four_vcpus_are_copied_and_stored() {
+    let Some(place) = place() else { return };
+    for vcpus in 1..=4 {
+        let mut machine = place.try_boot(SILENT, vcpus, 16).unwrap();
+        machine.counts();
+        let mut zygote = frozen(&place, &mut machine);
+        place.thaw(&mut zygote).counts();
+        let (mut stored, _) = place.persist(&mut zygote, None);
+        stored.shape.vcpus = vcpus;
+        place.thaw(&mut place.load(&stored)).counts();
+        machine.counts();
+    }
+}
+
 /// Several thaws under way on one connection: each answers for itself.
 #[test]
 fn copies_are_made_at_once() {

@@ -4,14 +4,21 @@
 mod in_use;
 mod monitor;
 
-use keiki_control::{ControlError, Cpu, FailureKind, Reply, Request, Shape};
+use keiki_control::{ControlError, Cpu, FailureKind, Reply, Request, Role, Shape};
 use keiki_hv::{
     Kvm,
     cpuid::{Baseline, CpuModel},
 };
 use keiki_vmm::frozen::Frozen;
 use monitor::{COUNT, LETTERS, Monitor, Place, SILENT, Stored, place, until};
-use std::{fs, os::unix::fs::FileExt, os::unix::fs::MetadataExt};
+use std::{
+    fs,
+    io::{Seek, Write},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileExt, MetadataExt},
+    },
+};
 
 fn stored(place: &Place, code: &[u8]) -> (Monitor, Monitor, Stored) {
     let mut machine = place.boot(code);
@@ -148,6 +155,72 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     assert_eq!(error, "the memory file has 15728640 bytes, the machine has 16 MiB");
     // A blank that refused can still take what is right.
     place.thaw(&mut place.load(&stored)).counts();
+}
+
+/// What a machine is known to touch first it has before it runs; its copies inherit that. A list is a hint: whatever it
+/// holds, nothing else changes.
+#[test]
+fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
+    const PAGE: u64 = 4096;
+    const WRITTEN: u32 = 1 << 31;
+    let Some(place) = place() else { return };
+    let mut machine = place.boot(SILENT);
+    machine.counts();
+    // In one block of the file, so that it lies over that.
+    let at = 0x80_0000;
+    (0..8).for_each(|page| machine.poke(at + page * PAGE, 100 + page as u32));
+    let (mut zygote, _) = place.freeze(&mut machine);
+    let (stored, _) = place.persist(&mut zygote, None);
+    let mut loaded = place.load(&stored);
+    let list = |pairs: &[(u32, u32)]| {
+        let mut file = tempfile::tempfile().unwrap();
+        let bytes: Vec<u8> = pairs
+            .iter()
+            .flat_map(|(first, count)| [first.to_le_bytes(), count.to_le_bytes()])
+            .flatten()
+            .collect();
+        file.write_all(&bytes).unwrap();
+        file.rewind().unwrap();
+        Some((Role::Pages, OwnedFd::from(file)))
+    };
+    let private = |copy: &Monitor| {
+        let start = copy.ram_start() + at;
+        let pagemap = fs::File::open(format!("/proc/{}/pagemap", copy.pid())).unwrap();
+        let found = keiki_sys::pages::private_pages(&pagemap, start..start + 8 * PAGE).unwrap();
+        let page = |address: u64| (address - start) / PAGE;
+        found.into_iter().flat_map(|range| page(range.start)..page(range.end)).collect::<Vec<_>>()
+    };
+    let holds = |copy: &Monitor| {
+        (0..8).for_each(|page| assert_eq!(copy.peek(at + page * PAGE), 100 + page as u32));
+        copy.counts();
+    };
+    let first = u32::try_from(at / PAGE).unwrap();
+    let good = list(&[(0, 4), (first, 2), (first + 3, 2 | WRITTEN)]);
+    let (mut copy, thawed) = place.try_thaw_with(&mut loaded, good).unwrap();
+    assert!(thawed.steps.iter().any(|step| step.name == "pages"), "{thawed:?}");
+    assert_eq!(private(&copy), [3, 4]);
+    holds(&copy);
+    let (mut frozen, _) = place.freeze(&mut copy);
+    let (grandchild, thawed) = place.try_thaw(&mut frozen).unwrap();
+    assert!(thawed.steps.iter().any(|step| step.name == "pages"), "{thawed:?}");
+    holds(&grandchild);
+    // Nothing, half a pair, no page, more than there are, not readable.
+    let nowhere = fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let mut cut = tempfile::tempfile().unwrap();
+    cut.write_all(&[0; 7]).unwrap();
+    let bad = [
+        list(&[]),
+        Some((Role::Pages, cut.into())),
+        list(&[(first, 0), (first, WRITTEN)]),
+        list(&[(u32::MAX, u32::MAX), (u32::MAX, WRITTEN - 1), (5000, 9)]),
+        Some((Role::Pages, nowhere.into())),
+    ];
+    for list in bad {
+        let (copy, _) = place.try_thaw_with(&mut loaded, list).unwrap();
+        assert!(private(&copy).is_empty(), "a list that is none copies pages");
+        holds(&copy);
+    }
+    place.thaw(&mut loaded).counts();
 }
 
 /// A machine may have all that the host's processor has, and its record says so.

@@ -20,6 +20,7 @@ pub async fn identity_is_new_in_copies_and_kept_by_a_wake(world: Arc<World>) -> 
     let prepare = "mkdir -p /var/lib/systemd && head -c 512 /dev/urandom >/var/lib/systemd/random-seed && echo x >/etc/dhcpcd.duid";
     parent.sh(prepare).await?;
     let before = parent.sh(IDENTITY).await?;
+    let told: u32 = parent.sh(TOLD).await?.parse()?;
     let snapshot = parent.snapshot().await?;
     let copies = [
         parent.fork_one().await?,
@@ -35,6 +36,7 @@ pub async fn identity_is_new_in_copies_and_kept_by_a_wake(world: Arc<World>) -> 
         if n < 2 {
             ensure!(lines[1] != before.lines().nth(1).unwrap_or_default(), "a copy has its original's seed");
             ensure!(lines[2] == "0", "a copy has its original's DHCP identifier");
+            kernel_is_told(copy, told + 1).await?;
         }
     }
     ensure!(ids.iter().all(|id| id.len() == 32), "{ids:?}");
@@ -43,6 +45,17 @@ pub async fn identity_is_new_in_copies_and_kept_by_a_wake(world: Arc<World>) -> 
     ensure!(ids.len() == 4, "two copies have the same machine ID");
     client.hibernate(parent.id).await?;
     ensure!(parent.sh(IDENTITY).await? == before, "a wake changed who the sandbox is");
+    kernel_is_told(&parent, told + 1).await
+}
+
+/// How often the kernel was given another VM generation ID.
+const TOLD: &str = "dmesg | grep -c 'crng reseeded due to virtual machine fork'";
+
+/// A notification comes a moment later.
+async fn kernel_is_told(sandbox: &Sandbox, times: u32) -> Result<()> {
+    let wait = format!("for i in $(seq 50); do [ $({TOLD}) -lt {times} ] || break; sleep 0.1; done; {TOLD}");
+    let told = sandbox.sh(&wait).await?;
+    ensure!(told == times.to_string(), "the kernel heard {told} times that it is a copy, not {times}");
     Ok(())
 }
 

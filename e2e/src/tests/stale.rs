@@ -31,8 +31,9 @@ pub async fn a_snapshot_says_why_it_should_be_made_anew(world: Arc<World>) -> Re
         anyhow::Ok(String::from_utf8_lossy(&done.stdout).into_owned())
     };
     let sandbox = Sandbox::create(&node.client).await?;
-    let begun = Instant::now();
     let snapshot = sandbox.snapshot().await?;
+    // It is not younger than this.
+    let begun = Instant::now();
     ensure!(snapshot.stale.is_empty() && snapshot.age_seconds <= 1, "it is stale at once: {snapshot:?}");
     let kernel = sandbox.sh("uname -r").await?;
     ensure!(snapshot.kernel == kernel, "its kernel is {kernel}, not {:?}", snapshot.kernel);

@@ -52,16 +52,11 @@ impl Control {
     }
 
     /// Asks for what a copy of the process does. The copy answers, on a connection of its own: others may ask meanwhile.
-    pub(super) async fn ask_copy(
-        &self,
-        request: Request,
-        mut files: Files,
-        patience: Duration,
-    ) -> Result<Answer> {
-        let (mut client, theirs) = Client::pair().map_err(failed)?;
+    pub(super) async fn ask_copy(&self, request: Request, mut files: Files) -> Result<Copy> {
+        let (client, theirs) = Client::pair().map_err(failed)?;
         files.push((Role::Control, theirs));
         self.order(request, files).await?;
-        blocking(move || client.answer(patience).map_err(failed)).await
+        Ok(Copy(client))
     }
 
     /// Who is there, and which process that is.
@@ -87,6 +82,17 @@ impl Control {
             *kept = Some(client);
         }
         answer.map_err(failed)
+    }
+}
+
+/// A copy that was asked for something.
+pub(super) struct Copy(Client);
+
+impl Copy {
+    /// What it answers, also after another answer.
+    pub(super) async fn answer(self, patience: Duration) -> Result<(Answer, Self)> {
+        let Self(mut client) = self;
+        blocking(move || Ok((client.answer(patience).map_err(failed)?, Self(client)))).await
     }
 }
 

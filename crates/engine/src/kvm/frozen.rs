@@ -15,7 +15,7 @@ use super::{
     freeze::link,
     ground::Ground,
     machine::{KvmMachine, assemble, generation, new_record},
-    monitor::{Monitor, complaints},
+    monitor::{Monitor, complaints, in_background},
     resident::Files,
 };
 use crate::{
@@ -170,10 +170,16 @@ impl KvmFrozen {
 
     async fn write(&self, zygote: &Zygote) -> Result<State> {
         let (dir, pid) = (self.image.dir.clone(), zygote.monitor.pid());
-        // The copy that writes is a relative whom nobody else knows.
-        let _room = zygote.monitor.lineage.admit(&dir, 0);
+        let member = zygote.monitor.lineage.admit(&dir.join(PART[0]), 0);
         let ([memory, state], files) = blocking(move || open_parts(&dir, pid)).await?;
-        let answer = zygote.monitor.control.ask_copy(Request::Persist, files, WRITE).await?;
+        // The copy that writes says so, and then what it has written.
+        let copy = zygote.monitor.control.ask_copy(Request::Persist, files).await?;
+        let (begun, copy) = copy.answer(ANSWER).await?;
+        if begun.reply != Reply::Done {
+            return Err(unexpected("Persist"));
+        }
+        let _writer = in_background(begun.pid, member)?;
+        let (answer, _) = copy.answer(WRITE).await?;
         let Reply::Persisted(persisted) = answer.reply else { return Err(unexpected("Persist")) };
         let dir = self.image.dir.clone();
         blocking(move || keep(&dir, &memory, state, &persisted)).await
@@ -225,11 +231,17 @@ impl KvmFrozen {
             .collect();
         let (top, from) = (ground.top.clone(), self.image.dir.clone());
         let (dir, below) = (resources.dir.clone(), layers.clone());
+        let stored = match &*self.held.lock().await {
+            Held::Stored { files, .. } => Some(Arc::clone(files)),
+            Held::Fresh(_) => None,
+        };
         let mut files = blocking(move || {
             for layer in &below {
                 link(&layer_path(&from, &layer.name), &layer_path(&dir, &layer.name))?;
             }
-            ground.with_layers(&dir, &below)
+            let mut files = ground.with_layers(&dir, &below)?;
+            files.extend(stored.and_then(|stored| stored.pages()));
+            Ok(files)
         })
         .await?;
         watch.step("link");
@@ -238,7 +250,8 @@ impl KvmFrozen {
         files.push(stderr);
         let request = Request::Thaw(Thaw { generation: generation() });
         // The copy answers itself, by the kernel's word.
-        let Answer { reply, pid } = zygote.monitor.control.ask_copy(request, files, ANSWER).await?;
+        let copy = zygote.monitor.control.ask_copy(request, files).await?;
+        let (Answer { reply, pid }, _) = copy.answer(ANSWER).await?;
         let Reply::Thawed(thawed) = reply else { return Err(unexpected("Thaw")) };
         super::note(watch, &thawed.steps);
         let control = Control::at(resources.run_dir.join(CONTROL));

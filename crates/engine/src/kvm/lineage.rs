@@ -187,6 +187,13 @@ impl Member {
         self.lineage.group.as_ref().map_or(Ok(()), |group| group.confine(&self.name, pid)).map_err(failed)
     }
 
+    /// Its work can wait: it has processors that nobody else wants.
+    pub(super) fn idle(&self) {
+        if let Some(group) = &self.lineage.group {
+            group.idle(&self.name);
+        }
+    }
+
     /// Its process is gone.
     pub(super) fn ended(mut self) {
         let Life::Process(pid) = std::mem::replace(&mut self.life, Life::Ended) else { return };

@@ -69,6 +69,11 @@ impl Files {
         File::open(path).map_err(EngineError::at("open", &self.dir))
     }
 
+    /// What machines thawed from them read first, if that is known.
+    pub(super) fn pages(&self) -> Option<(Role, OwnedFd)> {
+        super::working_set::list(&self.dir, &self.memory).map(|list| (Role::Pages, list))
+    }
+
     /// A machine was thawed from them.
     pub(super) fn thawed(&self, pid: u32) {
         super::working_set::record_later(&self.dir, &self.memory, pid);

@@ -3,11 +3,12 @@
 //! The first machine that is thawed from stored files is looked at when it has run for a moment: which pages of the memory
 //! file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
 //! into its page cache, and waits for nothing. A machine on a host that has not read the file yet would wait for each
-//! (RFD 010). It is a hint: without it, or with a wrong one, all is right and only slower.
+//! (RFD 010). And each machine that is thawed later is given them before it runs, instead of with an exit for each
+//! (RFD 013). It is a hint: without it, or with a wrong one, all is right and only slower.
 //!
 //! ```text
 //!   0          8        12       44
-//!   KEIKIWS\n  version  BLAKE3   body: first page and number of pages, in order
+//!   KEIKIWS\n  version  BLAKE3   body: first page and number of pages, in order; the highest bit of the number: written
 //!              u32      of body  u32, u32, ...  (numbers little-endian)
 //! ```
 //!
@@ -18,13 +19,13 @@ use crate::{
     EngineError, Result,
     process::{blocking, remove_file},
 };
-use keiki_sys::pages::{PAGE, present_pages};
-use rustix::fs::{Advice, fadvise};
+use keiki_sys::pages::{PAGE, file_pages, private_pages_by_entry};
+use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
 use std::{
     fs::{self, File},
-    io::Read,
+    io::{Read, Seek, Write},
     num::NonZeroU64,
-    os::unix::fs::MetadataExt,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -32,44 +33,82 @@ use std::{
 /// Beside the memory file.
 const NAME: &str = "vm.pages";
 const MAGIC: [u8; 8] = *b"KEIKIWS\n";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER: usize = 44;
 /// Most ranges that are written or read.
 const RANGES: usize = 64 << 10;
 /// Most pages in them: a guest that touches everything has no working set.
 const PAGES: u64 = 128 << 10;
+/// Most pages that each machine is given ahead, and most copies of pages. A first run that wrote more did something of its own,
+/// which others need not pay for.
+const GIVEN: u64 = 16 << 10;
+const COPIED: u64 = 1024;
 /// How long a first run is looked at: until the machine is released and its user has begun.
 const FIRST_RUN: Duration = Duration::from_secs(2);
 
-/// First page of a memory file, and number of pages.
-type Range = (u32, u32);
+/// Pages of a memory file that lie together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Pages {
+    first: u32,
+    count: u32,
+    /// Not only read.
+    written: bool,
+}
+
+/// In a count.
+const WRITTEN: u32 = 1 << 31;
 
 /// Has the kernel read what a first run of these files touched, if that is known.
 pub(super) fn read_ahead(dir: &Path, memory: &File) {
-    let read = || -> std::io::Result<Option<usize>> {
-        let file = match File::open(dir.join(NAME)) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let mut bytes = Vec::new();
-        file.take((HEADER + RANGES * 8 + 1) as u64).read_to_end(&mut bytes)?;
-        let ranges = parse(&bytes, memory.metadata()?.len()).map_err(std::io::Error::other)?;
-        for (first, count) in &ranges {
-            let len = NonZeroU64::new(u64::from(*count) * PAGE);
-            fadvise(memory, u64::from(*first) * PAGE, len, Advice::WillNeed)?;
+    let read = || -> std::io::Result<()> {
+        for Pages { first, count, .. } in recorded(dir, memory)? {
+            let len = NonZeroU64::new(u64::from(count) * PAGE);
+            fadvise(memory, u64::from(first) * PAGE, len, Advice::WillNeed)?;
         }
-        Ok(Some(ranges.len()))
+        Ok(())
     };
-    match read() {
-        Ok(Some(ranges)) => tracing::debug!(dir = %dir.display(), ranges, "read ahead"),
-        Ok(None) => {}
-        Err(error) => {
-            tracing::debug!(dir = %dir.display(), %error, "nothing is read ahead");
-            // The next first run is recorded anew.
-            let _ = remove_file(&dir.join(NAME));
-        }
+    if let Err(error) = read() {
+        tracing::debug!(dir = %dir.display(), %error, "nothing is read ahead");
     }
+}
+
+/// What a first run of these files touched, as a list for a monitor. None: it is not known.
+pub(super) fn list(dir: &Path, memory: &File) -> Option<OwnedFd> {
+    let list = || -> std::io::Result<Option<OwnedFd>> {
+        let mut all = recorded(dir, memory)?;
+        let written: u64 = all.iter().filter(|pages| pages.written).map(|pages| u64::from(pages.count)).sum();
+        if written > COPIED {
+            all.retain(|pages| !pages.written);
+        }
+        let mut given = 0;
+        all.retain(|pages| {
+            given += u64::from(pages.count);
+            given <= GIVEN
+        });
+        if all.is_empty() {
+            return Ok(None);
+        }
+        let mut list = File::from(memfd_create("pages", MemfdFlags::CLOEXEC)?);
+        list.write_all(&pairs(&all))?;
+        list.rewind()?;
+        Ok(Some(list.into()))
+    };
+    list().inspect_err(|error| tracing::debug!(dir = %dir.display(), %error, "no working set")).ok().flatten()
+}
+
+/// What was recorded; nothing, if nothing was. A record that is none is removed: the next first run is recorded anew.
+fn recorded(dir: &Path, memory: &File) -> std::io::Result<Vec<Pages>> {
+    let path = dir.join(NAME);
+    let file = match File::open(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        opened => opened?,
+    };
+    let mut bytes = Vec::new();
+    file.take((HEADER + RANGES * 8 + 1) as u64).read_to_end(&mut bytes)?;
+    parse(&bytes, memory.metadata()?.len()).map_err(|why| {
+        let _ = remove_file(&path);
+        std::io::Error::other(why)
+    })
 }
 
 /// Looks at a machine that was thawed from these files when it has run for a moment, unless one was looked at before.
@@ -90,12 +129,12 @@ pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) {
 }
 
 fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
-    let ranges = touched(inode, pid)?;
-    if ranges.is_empty() {
+    let pages = touched(inode, pid)?;
+    if pages.is_empty() {
         return Ok(());
     }
     let new = path.with_extension(format!("pages.{pid}"));
-    let written = fs::write(&new, bytes(&ranges)).and_then(|()| fs::rename(&new, path));
+    let written = fs::write(&new, bytes(&pages)).and_then(|()| fs::rename(&new, path));
     if written.is_err() {
         remove_file(&new)?;
     }
@@ -103,23 +142,30 @@ fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
 }
 
 /// The pages of a file that a process has.
-fn touched(inode: u64, pid: u32) -> Result<Vec<Range>> {
+fn touched(inode: u64, pid: u32) -> Result<Vec<Pages>> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let (maps, pagemap) = (proc.join("maps"), proc.join("pagemap"));
     let text = fs::read_to_string(&maps).map_err(EngineError::at("read", &maps))?;
     let pages = File::open(&pagemap).map_err(EngineError::at("open", &pagemap))?;
+    let failed = || EngineError::at("read", &pagemap);
     let mut found = Vec::new();
     for (start, end, offset) in text.lines().filter_map(|line| mapping(line, inode)) {
-        let here = present_pages(&pages, start..end).map_err(EngineError::at("read", &pagemap))?;
         let page = |address: u64| u32::try_from((address - start + offset) / PAGE).unwrap_or(u32::MAX);
-        found.extend(here.iter().map(|range| (page(range.start), page(range.end) - page(range.start))));
+        let written = private_pages_by_entry(&pages, start..end).map_err(failed())?;
+        let read = file_pages(&pages, start..end).map_err(failed())?;
+        for (ranges, written) in [(read, false), (written, true)] {
+            found.extend(ranges.iter().map(|range| {
+                let first = page(range.start);
+                Pages { first, count: page(range.end) - first, written }
+            }));
+        }
     }
     found.sort_unstable();
     let mut room = PAGES;
     found.truncate(RANGES);
-    found.retain(|(_, count)| {
-        let fits = u64::from(*count) <= room;
-        room -= if fits { u64::from(*count) } else { 0 };
+    found.retain(|pages| {
+        let fits = u64::from(pages.count) <= room;
+        room -= if fits { u64::from(pages.count) } else { 0 };
         fits
     });
     Ok(found)
@@ -139,16 +185,18 @@ fn mapping(line: &str, inode: u64) -> Option<(u64, u64, u64)> {
     ))
 }
 
-fn bytes(ranges: &[Range]) -> Vec<u8> {
-    let body: Vec<u8> = ranges
-        .iter()
-        .flat_map(|(first, count)| [first.to_le_bytes(), count.to_le_bytes()].concat())
-        .collect();
+fn bytes(all: &[Pages]) -> Vec<u8> {
+    let body = pairs(all);
     [&MAGIC[..], &VERSION.to_le_bytes(), blake3::hash(&body).as_bytes(), &body].concat()
 }
 
+fn pairs(all: &[Pages]) -> Vec<u8> {
+    let count = |pages: &Pages| pages.count | if pages.written { WRITTEN } else { 0 };
+    all.iter().flat_map(|pages| [pages.first.to_le_bytes(), count(pages).to_le_bytes()]).flatten().collect()
+}
+
 /// The reverse of [`bytes`], for a memory file of this size. Any bytes may come.
-fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Range>, &'static str> {
+fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, &'static str> {
     let (header, body) = bytes.split_at_checked(HEADER).ok_or("it is cut short")?;
     let (magic, rest) = header.split_at(MAGIC.len());
     let (version, sum) = rest.split_at(4);
@@ -160,31 +208,41 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Range>, &'static st
         () if blake3::hash(body).as_bytes().as_slice() != sum => return Err("its checksum differs"),
         () => {}
     }
-    let ranges: Vec<Range> = pairs
+    let all: Vec<Pages> = pairs
         .iter()
         .map(|[a, b, c, d, e, f, g, h]| {
-            (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]))
+            let (first, count) = (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]));
+            Pages { first, count: count & !WRITTEN, written: count & WRITTEN != 0 }
         })
         .collect();
     let mut end = 0;
-    for (first, count) in &ranges {
+    for Pages { first, count, .. } in &all {
         if u64::from(*first) < end || *count == 0 {
             return Err("its ranges are not in order");
         }
         end = u64::from(*first) + u64::from(*count);
     }
-    if end * PAGE > size { Err("it names pages behind the end of memory") } else { Ok(ranges) }
+    if end * PAGE > size { Err("it names pages behind the end of memory") } else { Ok(all) }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{HEADER, PAGE, RANGES, bytes, mapping, parse};
+    use super::{HEADER, PAGE, Pages, RANGES, WRITTEN, bytes, mapping, parse};
 
     const SIZE: u64 = 100 * PAGE;
 
+    fn pages(of: &[(u32, u32)]) -> Vec<Pages> {
+        let one = |(first, count): &(u32, u32)| Pages {
+            first: *first,
+            count: count & !WRITTEN,
+            written: count & WRITTEN != 0,
+        };
+        of.iter().map(one).collect()
+    }
+
     #[test]
     fn what_is_written_is_read_and_nothing_else_is() {
-        let ranges = vec![(0, 1), (5, 3), (8, 92)];
+        let ranges = pages(&[(0, 1), (5, 3 | WRITTEN), (8, 92)]);
         let good = bytes(&ranges);
         assert_eq!(parse(&good, SIZE), Ok(ranges));
         assert_eq!(parse(&bytes(&[]), SIZE), Ok(Vec::new()));
@@ -196,12 +254,14 @@ mod tests {
             assert!(parse(&good[..at], SIZE).is_err(), "cut at {at}");
         }
         // With a checksum that is right.
-        for wrong in [vec![(5, 3), (0, 1)], vec![(5, 3), (7, 1)], vec![(5, 0)], vec![(u32::MAX, u32::MAX)]] {
-            assert!(parse(&bytes(&wrong), SIZE).is_err(), "{wrong:?}");
+        for wrong in
+            [vec![(5, 3), (0, 1)], vec![(5, 3), (7, 1)], vec![(5, WRITTEN)], vec![(u32::MAX, WRITTEN - 1)]]
+        {
+            assert!(parse(&bytes(&pages(&wrong)), SIZE).is_err(), "{wrong:?}");
         }
         let many: Vec<_> = (0..=u32::try_from(RANGES).unwrap_or(0)).map(|page| (2 * page, 1)).collect();
-        assert_eq!(bytes(&many).len(), HEADER + (RANGES + 1) * 8);
-        assert_eq!(parse(&bytes(&many), u64::MAX), Err("it is too long or cut short"));
+        assert_eq!(bytes(&pages(&many)).len(), HEADER + (RANGES + 1) * 8);
+        assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or cut short"));
     }
 
     #[test]

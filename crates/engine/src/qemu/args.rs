@@ -20,7 +20,7 @@ use crate::{
     layers::layer_path,
     record::{AGENT, CONSOLE, QMP},
 };
-use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
+use keiki_protocol::{AGENT_PORT, generation::RESERVED, net::GUEST_MAC};
 use keiki_types::Shape;
 use serde_json::json;
 use std::{
@@ -176,5 +176,6 @@ fn netdev(inherited: &Inherited) -> String {
 
 fn kernel_cmdline(spec: &BootSpec, tsc_khz: Option<u64>) -> String {
     let tsc = tsc_khz.map(|khz| format!(" tsc_early_khz={khz}")).unwrap_or_default();
-    format!("console=ttyS0 quiet panic=-1 reboot=t tsc=reliable no_timer_check{tsc} {}", spec.cmdline)
+    let quiet = "console=ttyS0 quiet panic=-1 reboot=t tsc=reliable no_timer_check";
+    format!("{quiet} {RESERVED}{tsc} {}", spec.cmdline)
 }

@@ -64,7 +64,7 @@ impl Kept {
     }
 }
 
-fn random<const N: usize>() -> io::Result<[u8; N]> {
+pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut at = 0;
     while at < N {

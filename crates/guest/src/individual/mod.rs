@@ -1,7 +1,7 @@
 //! Making a copy of a machine a new individual before user work goes on. In order:
 //!
 //! ```text
-//!   entropy      credited, and the kernel's generator started anew: all that follows draws from it
+//!   entropy      credited, and the kernel's generator started anew: all that follows draws from it. A VM generation ID
 //!   clock        the wall clock of the host
 //!   hostname
 //!   identity     machine ID, DHCP identifiers, seeds, SSH host keys       not for a wake: it is the same machine
@@ -139,7 +139,10 @@ impl Identity {
         check(order, current)?;
         let mut steps = Steps::default();
         // Here and not on another thread: a few system calls, none of which waits for a disk.
-        steps.run("entropy", || entropy(&order.entropy))?;
+        steps.run("entropy", || {
+            entropy(&order.entropy)?;
+            generation::tell_kernel()
+        })?;
         if order.unix_nanos > 0 {
             steps.run("clock", || clock(order.unix_nanos, order.uptime_ms))?;
         }

@@ -304,7 +304,16 @@ impl Place {
     }
 
     pub fn try_thaw(&self, zygote: &mut Monitor) -> Result<(Monitor, Thawed), ControlError> {
+        self.try_thaw_with(zygote, None)
+    }
+
+    pub fn try_thaw_with(
+        &self,
+        zygote: &mut Monitor,
+        more: Option<(Role, OwnedFd)>,
+    ) -> Result<(Monitor, Thawed), ControlError> {
         let (files, mut fds) = self.copy_files(zygote);
+        fds.extend(more);
         fds.extend(self.tap.iter().map(|tap| (Role::Tap, tap.try_clone().unwrap().into())));
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
         let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
