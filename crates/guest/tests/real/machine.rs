@@ -2,6 +2,7 @@
 
 use keiki_protocol::{
     client::Opened,
+    generation::RESERVED,
     guest::{ExecEvent, ExecSpec, Exit, exec_event::Event, guest_client::GuestClient},
     handshake::Hello,
 };
@@ -76,7 +77,7 @@ impl Machine {
             .args(["-M", "microvm,rtc=on,acpi=on", "-accel", "tcg", "-cpu", "max"])
             .args(["-m", "256", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
             .args(["-kernel", &setting("KEIKI_TEST_KERNEL"), "-initrd", &setting("KEIKI_TEST_INITRD")])
-            .args(["-append", &format!("console=ttyS0 quiet panic=-1 reboot=t {}", clock())])
+            .args(["-append", &format!("console=ttyS0 quiet panic=-1 reboot=t {RESERVED} {}", clock())])
             .args(["-serial", "stdio", "-device", "virtio-serial-device", "-device", "virtio-rng-device"])
             .args(["-chardev", &format!("socket,path={},server=on,wait=off,id=agent", at("agent").display())])
             .args(["-device", "virtserialport,chardev=agent,name=keiki.agent.0"])
@@ -91,8 +92,9 @@ impl Machine {
         command.stdin(Stdio::null()).stdout(console);
         let child = command.spawn().unwrap();
         let machine = Self { child, dir: dir.to_owned(), socket: at("agent") };
+        // Its socket is the last that is made. One that is there may not listen yet.
         for _ in 0..500 {
-            if at("qmp").exists() && machine.socket.exists() {
+            if StdStream::connect(at("qmp")).is_ok() {
                 break;
             }
             std::thread::sleep(Duration::from_millis(10));
