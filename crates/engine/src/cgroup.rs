@@ -16,6 +16,8 @@ const OURS: &str = "keiki";
 const CONTROLLERS: [&str; 2] = ["memory", "pids"];
 /// Beside the guest's RAM: translator's cache, device buffers, layers' tables, the program.
 const OVERHEAD: u64 = 512 << 20;
+/// Priority of what is done in the background, in steps that `nice` counts. The monitor's own is the same.
+const BACKGROUND: i32 = 10;
 /// Threads of a monitor.
 const TASKS: u64 = 512;
 
@@ -131,10 +133,10 @@ impl LineageGroup {
         fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Lets the group of this name have processors only that nobody else wants. A priority of its processes does not: it counts
-    /// within a group. Without such groups of processors it is the other way round.
-    pub(crate) fn idle(&self, name: &str) {
-        if let Err(error) = fs::write(self.0.join(name).join("cpu.idle"), "1") {
+    /// Where processors are short, the group of this name comes after the others: the priority of its own processes counts
+    /// among themselves only. Not last: somebody may wait for what it does.
+    pub(crate) fn defer(&self, name: &str) {
+        if let Err(error) = fs::write(self.0.join(name).join("cpu.weight.nice"), BACKGROUND.to_string()) {
             tracing::debug!(%error, "what is done in the background has its share of the processors");
         }
     }

@@ -61,10 +61,11 @@ pub async fn hibernated_and_woken_by_use(world: Arc<World>) -> Result<()> {
 pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
-    // What is prepared for the next create has slots, too.
+    // What is prepared for the next create has slots, too, and what earlier tests left may be on its way out.
     for _ in 0..100 * patience() {
-        if metric(&metrics(&world.node).await?, r#"keiki_prestarted_machines{template="base"}"#) == Some(2.0)
-        {
+        let text = metrics(&world.node).await?;
+        let prepared = metric(&text, r#"keiki_prestarted_machines{template="base"}"#);
+        if prepared == Some(2.0) && metric(&text, "keiki_slots_used") == Some(3.0) {
             break;
         }
         tokio::time::sleep(Duration::from_millis(200)).await;

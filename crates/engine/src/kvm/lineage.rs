@@ -187,10 +187,10 @@ impl Member {
         self.lineage.group.as_ref().map_or(Ok(()), |group| group.confine(&self.name, pid)).map_err(failed)
     }
 
-    /// Its work can wait: it has processors that nobody else wants.
-    pub(super) fn idle(&self) {
+    /// Others' work comes first.
+    pub(super) fn defer(&self) {
         if let Some(group) = &self.lineage.group {
-            group.idle(&self.name);
+            group.defer(&self.name);
         }
     }
 

@@ -149,13 +149,13 @@ impl Monitor {
     }
 }
 
-/// Has a relative that works for us do so while nobody else wants the processor. None: it has ended already.
+/// Has a relative that works for us come after others where processors are short. None: it has ended already.
 pub(super) fn in_background(pid: u32, mut member: Member) -> Result<Option<Watched>> {
     let failed =
         |source| EngineError::Io { what: "cannot open the process of a monitor's copy".into(), source };
     let Some(process) = Process::open(pid).map_err(failed)? else { return Ok(None) };
     match member.born(pid) {
-        Ok(()) => member.idle(),
+        Ok(()) => member.defer(),
         // It was quicker than we, or stays in the group of what it was forked off.
         Err(error) => {
             tracing::debug!(pid, %error, "a copy that works in the background has no group of its own")
