@@ -1,7 +1,7 @@
-"""clock.py: what passes for time here.
+"""clock.py SECONDS: what passes for time here.
 
 Answers each connection to port 7100 with the wall clock, a line for each byte it is sent. Looks on each CPU at the
-monotonic clock, and writes each timer that fires, with the seconds since it was armed, to /dev/shm/fired.
+monotonic clock every so many seconds, and writes each timer that fires, with the seconds since it was armed, to /dev/shm/fired.
 """
 
 import ctypes
@@ -9,10 +9,12 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 
 ARMED = 4  # seconds until the timers fire
+EVERY = float(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)
 last = time.monotonic_ns()
 gap = 0
@@ -39,7 +41,7 @@ def watch(cpu):
             gap = now - own
             open("/dev/shm/gap", "w").write("%.3f\n" % (gap / 1e9))
         own = now
-        time.sleep(0.001)
+        time.sleep(EVERY)
 
 
 def timerfd(clock, at, flags):

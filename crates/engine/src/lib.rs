@@ -128,6 +128,9 @@ pub trait Engine: Send + Sync {
     /// memory, as long as they do not write it, with those of the same files and scope.
     async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>>;
 
+    /// Nobody loads this directory any more: lets go what is kept for that. What was loaded can still be thawed.
+    async fn forget(&self, _dir: &Path) {}
+
     /// Finds a machine again that an earlier process of the node started with these resources. None if it
     /// has ended; whatever it left in the resources is removed then.
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;

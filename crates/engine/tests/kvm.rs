@@ -347,6 +347,13 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     let second = lab.freeze(machine.as_ref()).await?;
     second.persist().await?;
     let loaded = lab.engine.load(&second.image().dir, SharingScope::Node).await?;
+    let before = lab.processes()?.len();
+    lab.engine.forget(&dir).await;
+    let begun = Instant::now();
+    while lab.processes()?.len() == before {
+        ensure!(begun.elapsed() < PATIENCE, "a zygote stays that nobody will use");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     fs::remove_dir_all(&dir)?;
     let grandchild = lab.thaw(loaded.as_ref()).await?;
     beyond(grandchild.as_ref(), instant + 2).await?;

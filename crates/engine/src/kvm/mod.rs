@@ -174,6 +174,10 @@ impl Engine for Kvm {
         Ok(Arc::new(KvmFrozen::stored(&self.host, dir, manifest, files, scope)))
     }
 
+    async fn forget(&self, dir: &Path) {
+        self.host.residents.forget(dir).await;
+    }
+
     async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
         Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }

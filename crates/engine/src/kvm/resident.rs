@@ -128,6 +128,11 @@ impl Residents {
         Ok(zygote)
     }
 
+    /// Lets those of this directory go.
+    pub(super) async fn forget(&self, dir: &Path) {
+        self.0.lock().await.retain(|resident| resident.memory.parent() != Some(dir));
+    }
+
     /// Ends all of them.
     pub(super) async fn close(&self) {
         for resident in self.0.lock().await.drain(..) {

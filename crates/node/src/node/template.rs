@@ -359,6 +359,7 @@ impl Inner {
         self.close_places(old).await;
         let dir = self.dir_of(old);
         let _claim = self.sources.claim(&dir).await;
+        self.engine.forget(&dir).await;
         self.store.remove(dir).await
     }
 

@@ -246,6 +246,7 @@ impl Inner {
             self.end_live(woken.id, &live).await;
             return Err(error);
         }
+        self.engine.forget(&source).await;
         self.store.remove_or_log(source).await;
         let timings = clock.timings();
         self.done("wake", &woken.id.to_string(), &timings);
@@ -374,6 +375,7 @@ impl Inner {
         self.records.remove::<SnapshotRecord>(vec![id.to_string()]).await?;
         let dir = self.store.snapshot(id);
         let _claim = self.sources.claim(&dir).await;
+        self.engine.forget(&dir).await;
         self.store.remove(dir).await
     }
 
