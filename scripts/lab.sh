@@ -2,7 +2,7 @@
 # The kvm engine with real Linux guests: in the lab, or here where KVM runs guests at the processor's speed.
 #
 #   scripts/lab.sh e2e [FILTER...]      the end to end tests
-#   scripts/lab.sh engine [FILTER...]   the engine's own tests, and the monitor's of memory limits
+#   scripts/lab.sh engine [FILTER...]   the engine's own tests, and the monitor's of memory limits and of stored machines
 #   scripts/lab.sh all                  both, in machines beside each other where there are processors and memory for them
 #   scripts/lab.sh bench                ratios of two things of one run, into bench-lab.json
 #   scripts/lab.sh release              one of them alone: what the release gate is of a create; the others stay
@@ -136,7 +136,7 @@ run_engine() {
     out engine
     # Not those of the other engine alone. The monitor's own test has the path of the monitor that cargo built for it.
     # shellcheck disable=SC2016 # for the shell in there
-    with_guests test keiki-engine/{kvm,net,adopt,fork,snapshot,linux} keiki-vmm/memory -- '
+    with_guests test keiki-engine/{kvm,net,adopt,fork,snapshot,linux} keiki-vmm/{memory,stored} -- '
         monitor=$1; shift
         [ -e "$monitor" ] || { mkdir -p "$(dirname "$monitor")" && cp bin/keiki-vmm "$monitor"; }
         status=0

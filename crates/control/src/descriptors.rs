@@ -25,9 +25,6 @@ pub enum Role {
     State,
     /// `/proc/PID/pagemap` of the zygote itself, which it may not open.
     Pagemap,
-    /// Pages that machines of these files touch first: pairs of a page's number in the memory file and how many, u32,
-    /// little-endian. The highest bit of how many: written.
-    Pages,
     /// One end of a socket pair: the control connection of a new zygote, or the one on which a copy answers.
     Control,
     /// Listening socket: control connections of a new machine.
@@ -48,6 +45,8 @@ pub enum Role {
     DiskLayer(u8),
     /// As [`Role::Top`], of that disk. One that is only read has none.
     DiskTop(u8),
+    /// Pages that machines of these files touch first: a list as of [`crate::Pages::encode`].
+    Pages,
 }
 
 impl Role {

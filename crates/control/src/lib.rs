@@ -24,6 +24,7 @@ mod descriptors;
 mod error;
 mod message;
 pub mod packet;
+mod pages;
 mod start;
 
 /// Begins the line in which a machine says why it ends, for example `keiki-vmm: guest-shutdown`.
@@ -36,4 +37,5 @@ pub use message::{
     Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Shape,
     Stage, Stats, Step, Thaw, Thawed,
 };
+pub use pages::Pages;
 pub use start::Start;

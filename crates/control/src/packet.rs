@@ -12,7 +12,7 @@ use crate::{ControlError, Reply, Request, Result, descriptors::Role, error::malf
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of the messages. Both sides must have the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The longest packet.
 pub const MAX_PACKET: usize = 64 * 1024;
 /// The most descriptors of a packet.

@@ -133,8 +133,8 @@ impl LineageGroup {
         fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Where processors are short, the group of this name comes after the others: the priority of its own processes counts
-    /// among themselves only. Not last: somebody may wait for what it does.
+    /// Where processors are short, the group of this name comes after those of its relatives: the priority of its own processes
+    /// counts among themselves only. Not last: somebody may wait for what it does.
     pub(crate) fn defer(&self, name: &str) {
         if let Err(error) = fs::write(self.0.join(name).join("cpu.weight.nice"), BACKGROUND.to_string()) {
             tracing::debug!(%error, "what is done in the background has its share of the processors");

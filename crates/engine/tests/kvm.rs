@@ -442,6 +442,13 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
     beyond(machine.as_ref(), count + 2).await?;
     machine.stop().await?;
     drop(stored);
+    // One that shares with nobody is not told what others touched.
+    let alone = lab.engine.load(&dir, SharingScope::None).await?;
+    let seat = lab.engine.seat(alone.image(), lab.resources()?).await?;
+    let (machine, steps) = alone.thaw(seat).await?;
+    ensure!(!steps.0.iter().any(|(name, _)| name == "vmm_pages"), "{steps:?}");
+    machine.stop().await?;
+    drop(alone);
     lab.engine.close().await;
     lab.all_gone().await?;
     assert_eq!(keiki_snapshot::open(&dir)?.memory.bytes, u64::from(SHAPE.memory_mib) << 20);

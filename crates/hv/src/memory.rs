@@ -250,6 +250,26 @@ impl GuestRam {
         found
     }
 
+    /// What of a part of the memory file RAM still shows: not its holes, nor what was discarded.
+    #[must_use]
+    pub fn over_file(&self, part: &Range<u64>) -> Vec<Range<u64>> {
+        let mut found: Vec<Range<u64>> = Vec::new();
+        let mut at = part.start;
+        let end = part.end.min(self.size);
+        while at < end {
+            let next = (at / BLOCK + 1) * BLOCK;
+            let range = at..next.min(end);
+            if self.over_file.has(at / BLOCK) {
+                match found.last_mut() {
+                    Some(last) if last.end == range.start => last.end = range.end,
+                    _ => found.push(range),
+                }
+            }
+            at = next;
+        }
+        found
+    }
+
     /// Makes pages of these parts of the memory file present, without changing them.
     ///
     /// # Errors

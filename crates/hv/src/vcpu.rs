@@ -202,24 +202,20 @@ impl Vcpu {
         /// `_IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)`.
         const KVM_PRE_FAULT_MEMORY: libc::Ioctl = 0xc040_aed5;
         let mut range = kvm_pre_fault_memory { gpa: address, size: len, ..kvm_pre_fault_memory::default() };
-        loop {
-            // SAFETY: the descriptor is a vCPU's, and the request takes this structure, in which it says how far it came.
+        // It may stop anywhere, and says in `range` what is left.
+        while range.size > 0 {
+            // SAFETY: the descriptor is a vCPU's, and the request takes this structure.
             if unsafe { libc::ioctl(self.fd.as_raw_fd(), KVM_PRE_FAULT_MEMORY, &raw mut range) } == 0 {
-                return Ok(());
+                continue;
             }
-            match io::Error::last_os_error() {
-                error if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {}
-                error
-                    if matches!(
-                        error.raw_os_error(),
-                        Some(libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL)
-                    ) =>
-                {
-                    return Ok(());
-                }
-                error => return Err(Error::Call("KVM_PRE_FAULT_MEMORY", error)),
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => {}
+                Some(libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL) => return Ok(()),
+                _ => return Err(Error::Call("KVM_PRE_FAULT_MEMORY", error)),
             }
         }
+        Ok(())
     }
 
     /// Finishes an access to a device that is half done, without running the guest.

@@ -7,8 +7,8 @@ use crate::{
     vcpu::Vcpu,
 };
 use kvm_bindings::{
-    CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES,
-    kvm_clock_data, kvm_irqchip, kvm_userspace_memory_region,
+    CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
+    KVM_MAX_CPUID_ENTRIES, kvm_clock_data, kvm_irqchip, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, VmFd};
 use std::{
@@ -68,6 +68,12 @@ impl Kvm {
     pub fn open() -> Result<Self> {
         let file = std::fs::File::options().read(true).write(true).open("/dev/kvm");
         Self::new(file.map_err(Error::io("opening /dev/kvm"))?.into())
+    }
+
+    /// Whether a guest can be given pages before it touches them: [`crate::Vcpu::prefault`].
+    #[must_use]
+    pub fn prefaults(&self) -> bool {
+        self.inner.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0
     }
 
     /// All that this host could show a guest.

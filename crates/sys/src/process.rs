@@ -115,6 +115,13 @@ impl Process {
         }
     }
 
+    /// Whether it runs as this user.
+    #[must_use]
+    pub fn runs_as(&self, user: u32) -> bool {
+        // Alive afterwards: the number was still its own.
+        runs_as(self.pid, user) && self.is_alive()
+    }
+
     /// Whether it has ended; reaps it if it was our child, and then says how once.
     #[must_use]
     pub fn try_reap(&self) -> Option<String> {

@@ -9,7 +9,7 @@ use crate::{
     board::{Board, Resources, layers, windows},
     boot,
     frozen::{Config, Frozen},
-    pages::Pages,
+    pages::First,
     process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
     zygote::Zygote,
 };
@@ -57,14 +57,14 @@ pub struct Heritage {
     /// How many forks away from files, or from a boot.
     pub forks: u32,
     /// What is touched first.
-    pub pages: Option<Arc<Pages>>,
+    pub first: Option<Arc<First>>,
 }
 
 impl Heritage {
     /// That of a copy.
     #[must_use]
     pub fn of_copy(&self) -> Self {
-        Self { forks: self.forks + 1, pages: self.pages.clone() }
+        Self { forks: self.forks + 1, first: self.first.clone() }
     }
 }
 
@@ -151,9 +151,9 @@ impl Machine {
     ) -> Result<Self> {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
         if let Some(list) = &resources.pages {
-            heritage.pages = Some(Arc::new(Pages::read(list)));
+            heritage.first = Some(Arc::new(First::read(list)));
         }
-        let pages = heritage.pages.clone();
+        let first = heritage.first.clone();
         let mut machine = Self::assemble(kvm, ram, config, cpu, resources, heritage, |vm, board, vcpus| {
             clock.step("kvm");
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
@@ -164,9 +164,9 @@ impl Machine {
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
             clock.step("devices");
-            if let Some((pages, vcpu)) = pages.as_ref().zip(vcpus.first()) {
+            if let Some((first, vcpu)) = first.as_ref().zip(vcpus.first()) {
                 // Without them it is slower only.
-                let _ = pages.give(ram, vcpu);
+                let _ = first.give(ram, vcpu);
                 clock.step("pages");
             }
             Ok(())

@@ -4,11 +4,12 @@
 mod in_use;
 mod monitor;
 
-use keiki_control::{ControlError, Cpu, FailureKind, Reply, Request, Role, Shape};
+use keiki_control::{ControlError, Cpu, FailureKind, Pages, Reply, Request, Role, Shape};
 use keiki_hv::{
     Kvm,
     cpuid::{Baseline, CpuModel},
 };
+use keiki_sys::pages::PAGE;
 use keiki_vmm::frozen::Frozen;
 use monitor::{COUNT, LETTERS, Monitor, Place, SILENT, Stored, place, until};
 use std::{
@@ -161,8 +162,6 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
 /// holds, nothing else changes.
 #[test]
 fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
-    const PAGE: u64 = 4096;
-    const WRITTEN: u32 = 1 << 31;
     let Some(place) = place() else { return };
     let mut machine = place.boot(SILENT);
     machine.counts();
@@ -172,14 +171,13 @@ fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
     let (mut zygote, _) = place.freeze(&mut machine);
     let (stored, _) = place.persist(&mut zygote, None);
     let mut loaded = place.load(&stored);
-    let list = |pairs: &[(u32, u32)]| {
-        let mut file = tempfile::tempfile().unwrap();
-        let bytes: Vec<u8> = pairs
+    let list = |runs: &[(u32, u32, bool)]| {
+        let runs: Vec<_> = runs
             .iter()
-            .flat_map(|(first, count)| [first.to_le_bytes(), count.to_le_bytes()])
-            .flatten()
+            .map(|(first, count, written)| Pages { first: *first, count: *count, written: *written })
             .collect();
-        file.write_all(&bytes).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&Pages::encode(&runs)).unwrap();
         file.rewind().unwrap();
         Some((Role::Pages, OwnedFd::from(file)))
     };
@@ -195,9 +193,16 @@ fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
         copy.counts();
     };
     let first = u32::try_from(at / PAGE).unwrap();
-    let good = list(&[(0, 4), (first, 2), (first + 3, 2 | WRITTEN)]);
+    let good = list(&[(0, 4, false), (first, 2, false), (first + 3, 2, true)]);
     let (mut copy, thawed) = place.try_thaw_with(&mut loaded, good).unwrap();
     assert!(thawed.steps.iter().any(|step| step.name == "pages"), "{thawed:?}");
+    if Kvm::open().unwrap().prefaults() {
+        // Giving the guest a page makes it the monitor's first. The guest itself touches none of them.
+        let start = copy.ram_start() + at;
+        let pagemap = fs::File::open(format!("/proc/{}/pagemap", copy.pid())).unwrap();
+        let read = keiki_sys::pages::file_pages(&pagemap, start..start + 2 * PAGE).unwrap();
+        assert_eq!(read, [std::ops::Range { start, end: start + 2 * PAGE }]);
+    }
     assert_eq!(private(&copy), [3, 4]);
     holds(&copy);
     let (mut frozen, _) = place.freeze(&mut copy);
@@ -211,8 +216,11 @@ fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
     let bad = [
         list(&[]),
         Some((Role::Pages, cut.into())),
-        list(&[(first, 0), (first, WRITTEN)]),
-        list(&[(u32::MAX, u32::MAX), (u32::MAX, WRITTEN - 1), (5000, 9)]),
+        list(&[(first, 0, false), (first, 0, true)]),
+        list(&[(u32::MAX, (1 << 31) - 1, false), (u32::MAX, 9, true), (5000, 9, true)]),
+        // More than anybody is given; more copies than anybody is given.
+        list(&[(0, (1 << 31) - 1, true)]),
+        list(&[(first, 1025, true)]),
         Some((Role::Pages, nowhere.into())),
     ];
     for list in bad {

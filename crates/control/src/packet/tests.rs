@@ -112,7 +112,7 @@ fn each_field_of_the_header_is_checked() {
     };
     assert!(refusal(&[]).contains("fewer than its header"));
     assert!(refusal(&changed(0, b'X')).contains("does not begin"));
-    assert!(refusal(&changed(4, 9)).contains("speaks version 9, this program version 2"));
+    assert!(refusal(&changed(4, 9)).contains("speaks version 9, this program version 3"));
     assert!(refusal(&changed(6, 1)).contains("reserved"));
     assert!(refusal(&changed(8, 1)).contains("header says 1 bytes"));
     assert!(refusal(&changed(11, 0xff)).contains("header says"));

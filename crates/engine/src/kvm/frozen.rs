@@ -15,13 +15,13 @@ use super::{
     freeze::link,
     ground::Ground,
     machine::{KvmMachine, assemble, generation, new_record},
-    monitor::{Monitor, complaints, in_background},
+    monitor::{Background, Monitor, complaints},
     resident::Files,
 };
 use crate::{
     EngineError, Frozen, Image, Machine, Resources, Result, Seat, SharingScope, Steps,
     files::{now, persist},
-    layers::layer_path,
+    layers::{layer_path, new_name},
     process::{Watched, blocking, remove_file},
     record::{self, CONTROL, Layer},
     steps::Stopwatch,
@@ -29,7 +29,9 @@ use crate::{
 };
 use async_trait::async_trait;
 use keiki_control::{Answer, Persisted, Reply, Request, Role, Stage, Thaw};
-use keiki_snapshot::{DiskLayer, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION};
+use keiki_snapshot::{
+    DiskLayer, Format, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
+};
 use keiki_sys::process::Process;
 use std::{
     any::Any,
@@ -170,7 +172,7 @@ impl KvmFrozen {
 
     async fn write(&self, zygote: &Zygote) -> Result<State> {
         let (dir, pid) = (self.image.dir.clone(), zygote.monitor.pid());
-        let member = zygote.monitor.lineage.admit(&dir.join(PART[0]), 0);
+        let member = zygote.monitor.lineage.admit(&dir.join(new_name(Format::Raw)), 0);
         let ([memory, state], files) = blocking(move || open_parts(&dir, pid)).await?;
         // The copy that writes says so, and then what it has written.
         let copy = zygote.monitor.control.ask_copy(Request::Persist, files).await?;
@@ -178,9 +180,16 @@ impl KvmFrozen {
         if begun.reply != Reply::Done {
             return Err(unexpected("Persist"));
         }
-        let _writer = in_background(begun.pid, member)?;
-        let (answer, _) = copy.answer(WRITE).await?;
-        let Reply::Persisted(persisted) = answer.reply else { return Err(unexpected("Persist")) };
+        let writer = Background::watch(begun.pid, member)?;
+        let answered = copy.answer(WRITE).await;
+        if let Some(writer) = writer {
+            writer.end().await?;
+        }
+        let (Answer { reply, pid }, _) = answered?;
+        let Reply::Persisted(persisted) = reply else { return Err(unexpected("Persist")) };
+        if pid != begun.pid {
+            return Err(EngineError::Monitor("answered for another process".into()));
+        }
         let dir = self.image.dir.clone();
         blocking(move || keep(&dir, &memory, state, &persisted)).await
     }
@@ -232,8 +241,9 @@ impl KvmFrozen {
         let (top, from) = (ground.top.clone(), self.image.dir.clone());
         let (dir, below) = (resources.dir.clone(), layers.clone());
         let stored = match &*self.held.lock().await {
-            Held::Stored { files, .. } => Some(Arc::clone(files)),
-            Held::Fresh(_) => None,
+            // Who shares with nobody learns nothing of what others touched, and has a file that nobody has read.
+            Held::Stored { files, scope, .. } if *scope != SharingScope::None => Some(Arc::clone(files)),
+            _ => None,
         };
         let mut files = blocking(move || {
             for layer in &below {

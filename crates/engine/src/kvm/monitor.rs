@@ -149,19 +149,39 @@ impl Monitor {
     }
 }
 
-/// Has a relative that works for us come after others where processors are short. None: it has ended already.
-pub(super) fn in_background(pid: u32, mut member: Member) -> Result<Option<Watched>> {
-    let failed =
-        |source| EngineError::Io { what: "cannot open the process of a monitor's copy".into(), source };
-    let Some(process) = Process::open(pid).map_err(failed)? else { return Ok(None) };
-    match member.born(pid) {
-        Ok(()) => member.defer(),
-        // It was quicker than we, or stays in the group of what it was forked off.
-        Err(error) => {
-            tracing::debug!(pid, %error, "a copy that works in the background has no group of its own")
+/// A relative that works for whoever holds this, after its relatives where processors are short. It ends with this.
+pub(super) struct Background(Watched);
+
+impl Background {
+    /// The process of this number, which said so itself. None: it has ended already.
+    pub(super) fn watch(pid: u32, mut member: Member) -> Result<Option<Self>> {
+        let failed =
+            |source| EngineError::Io { what: "cannot open the process of a monitor's copy".into(), source };
+        let Some(process) = Process::open(pid).map_err(failed)? else { return Ok(None) };
+        // Between its word and this the number may have become another's.
+        if member.lineage().user().is_some_and(|user| !process.runs_as(user)) {
+            return Ok(None);
+        }
+        match member.born(pid) {
+            Ok(()) => member.defer(),
+            // It was quicker than we, or stays in the group of what it was forked off.
+            Err(error) => tracing::debug!(pid, %error, "a copy that works for us has no group of its own"),
+        }
+        Watched::new(Arc::new(process), None, || member.ended()).map(|watched| Some(Self(watched)))
+    }
+
+    /// Waits until it is gone. It may have done its work, or never do it.
+    pub(super) async fn end(self) -> Result<()> {
+        self.0.kill().await
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.process.kill() {
+            tracing::warn!(pid = self.0.process.pid(), %error, "a copy that works for nobody could not be ended");
         }
     }
-    Watched::new(Arc::new(process), None, || member.ended()).map(Some)
 }
 
 /// What a monitor said last. A guest can say the same; it is for people.

@@ -8,8 +8,8 @@
 //!
 //! ```text
 //!   0          8        12       44
-//!   KEIKIWS\n  version  BLAKE3   body: first page and number of pages, in order; the highest bit of the number: written
-//!              u32      of body  u32, u32, ...  (numbers little-endian)
+//!   KEIKIWS\n  version  BLAKE3   body: runs of pages, in order, as of `keiki_control::Pages`
+//!              u32      of body
 //! ```
 //!
 //! A guest chooses what it touches, so the file is believed no more than others: it is read up to a limit, checked, and names
@@ -19,6 +19,7 @@ use crate::{
     EngineError, Result,
     process::{blocking, remove_file},
 };
+use keiki_control::Pages;
 use keiki_sys::pages::{PAGE, file_pages, private_pages_by_entry};
 use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
 use std::{
@@ -39,24 +40,8 @@ const HEADER: usize = 44;
 const RANGES: usize = 64 << 10;
 /// Most pages in them: a guest that touches everything has no working set.
 const PAGES: u64 = 128 << 10;
-/// Most pages that each machine is given ahead, and most copies of pages. A first run that wrote more did something of its own,
-/// which others need not pay for.
-const GIVEN: u64 = 16 << 10;
-const COPIED: u64 = 1024;
 /// How long a first run is looked at: until the machine is released and its user has begun.
 const FIRST_RUN: Duration = Duration::from_secs(2);
-
-/// Pages of a memory file that lie together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Pages {
-    first: u32,
-    count: u32,
-    /// Not only read.
-    written: bool,
-}
-
-/// In a count.
-const WRITTEN: u32 = 1 << 31;
 
 /// Has the kernel read what a first run of these files touched, if that is known.
 pub(super) fn read_ahead(dir: &Path, memory: &File) {
@@ -75,21 +60,12 @@ pub(super) fn read_ahead(dir: &Path, memory: &File) {
 /// What a first run of these files touched, as a list for a monitor. None: it is not known.
 pub(super) fn list(dir: &Path, memory: &File) -> Option<OwnedFd> {
     let list = || -> std::io::Result<Option<OwnedFd>> {
-        let mut all = recorded(dir, memory)?;
-        let written: u64 = all.iter().filter(|pages| pages.written).map(|pages| u64::from(pages.count)).sum();
-        if written > COPIED {
-            all.retain(|pages| !pages.written);
-        }
-        let mut given = 0;
-        all.retain(|pages| {
-            given += u64::from(pages.count);
-            given <= GIVEN
-        });
+        let all = recorded(dir, memory)?;
         if all.is_empty() {
             return Ok(None);
         }
         let mut list = File::from(memfd_create("pages", MemfdFlags::CLOEXEC)?);
-        list.write_all(&pairs(&all))?;
+        list.write_all(&Pages::encode(&all))?;
         list.rewind()?;
         Ok(Some(list.into()))
     };
@@ -186,13 +162,8 @@ fn mapping(line: &str, inode: u64) -> Option<(u64, u64, u64)> {
 }
 
 fn bytes(all: &[Pages]) -> Vec<u8> {
-    let body = pairs(all);
+    let body = Pages::encode(all);
     [&MAGIC[..], &VERSION.to_le_bytes(), blake3::hash(&body).as_bytes(), &body].concat()
-}
-
-fn pairs(all: &[Pages]) -> Vec<u8> {
-    let count = |pages: &Pages| pages.count | if pages.written { WRITTEN } else { 0 };
-    all.iter().flat_map(|pages| [pages.first.to_le_bytes(), count(pages).to_le_bytes()]).flatten().collect()
 }
 
 /// The reverse of [`bytes`], for a memory file of this size. Any bytes may come.
@@ -200,21 +171,14 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, &'static st
     let (header, body) = bytes.split_at_checked(HEADER).ok_or("it is cut short")?;
     let (magic, rest) = header.split_at(MAGIC.len());
     let (version, sum) = rest.split_at(4);
-    let (pairs, left) = body.as_chunks::<8>();
+    let (all, left) = Pages::decode(body);
     match () {
         () if magic != MAGIC => return Err("it does not begin as one"),
         () if version != VERSION.to_le_bytes() => return Err("it has another version"),
-        () if pairs.len() > RANGES || !left.is_empty() => return Err("it is too long or cut short"),
+        () if all.len() > RANGES || left > 0 => return Err("it is too long or cut short"),
         () if blake3::hash(body).as_bytes().as_slice() != sum => return Err("its checksum differs"),
         () => {}
     }
-    let all: Vec<Pages> = pairs
-        .iter()
-        .map(|[a, b, c, d, e, f, g, h]| {
-            let (first, count) = (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]));
-            Pages { first, count: count & !WRITTEN, written: count & WRITTEN != 0 }
-        })
-        .collect();
     let mut end = 0;
     for Pages { first, count, .. } in &all {
         if u64::from(*first) < end || *count == 0 {
@@ -227,9 +191,10 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, &'static st
 
 #[cfg(test)]
 mod tests {
-    use super::{HEADER, PAGE, Pages, RANGES, WRITTEN, bytes, mapping, parse};
+    use super::{HEADER, PAGE, Pages, RANGES, bytes, mapping, parse};
 
     const SIZE: u64 = 100 * PAGE;
+    const WRITTEN: u32 = 1 << 31;
 
     fn pages(of: &[(u32, u32)]) -> Vec<Pages> {
         let one = |(first, count): &(u32, u32)| Pages {

@@ -246,14 +246,14 @@ impl Inner {
             self.end_live(woken.id, &live).await;
             return Err(error);
         }
-        self.engine.forget(&source).await;
-        self.store.remove_or_log(source).await;
         let timings = clock.timings();
         self.done("wake", &woken.id.to_string(), &timings);
         self.tell(woken.id, EventKind::Woken, |event| event.ms = Some(timings.total_ms));
         let live = Arc::new(live);
         sandbox.set_live(Some(Arc::clone(&live)), |record| *record = woken);
         self.watch(Arc::clone(sandbox), live);
+        self.engine.forget(&source).await;
+        self.store.remove_or_log(source).await;
         Ok(())
     }
 
@@ -337,7 +337,9 @@ impl Inner {
             self.clear_ground(record.id, None).await;
         }
         sandbox.set_live(None, |record| record.status = Status::Deleted);
-        self.store.remove_or_log(self.store.hibernated(record.id, record.generation)).await;
+        let hibernated = self.store.hibernated(record.id, record.generation);
+        self.engine.forget(&hibernated).await;
+        self.store.remove_or_log(hibernated).await;
         self.unlist(record.id);
         clock.lap("stop");
         self.done("delete", &record.id.to_string(), &clock.timings());

@@ -1,0 +1,61 @@
+//! The list of pages that comes as [`crate::Role::Pages`], and that a node keeps of a first run: runs of pages of a memory file.
+//!
+//! ```text
+//!   first page   u32    number of pages   u32; its highest bit: written, not only read      little-endian
+//! ```
+
+/// Bytes of a run.
+const LEN: usize = 8;
+const WRITTEN: u32 = 1 << 31;
+
+/// Pages of a memory file that lie together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pages {
+    /// The first.
+    pub first: u32,
+    /// How many, below 2³¹.
+    pub count: u32,
+    /// Not only read.
+    pub written: bool,
+}
+
+impl Pages {
+    /// A list of them.
+    #[must_use]
+    pub fn encode(all: &[Self]) -> Vec<u8> {
+        let count = |pages: &Self| pages.count & !WRITTEN | if pages.written { WRITTEN } else { 0 };
+        all.iter()
+            .flat_map(|pages| [pages.first.to_le_bytes(), count(pages).to_le_bytes()])
+            .flatten()
+            .collect()
+    }
+
+    /// The reverse, and how many bytes are left over. Any bytes may come.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> (Vec<Self>, usize) {
+        let (runs, left) = bytes.as_chunks::<LEN>();
+        let run = |[a, b, c, d, e, f, g, h]: &[u8; LEN]| {
+            let (first, count) = (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]));
+            Self { first, count: count & !WRITTEN, written: count & WRITTEN != 0 }
+        };
+        (runs.iter().map(run).collect(), left.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{LEN, Pages};
+    use proptest::prelude::{any, prop};
+
+    proptest::proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(all in prop::collection::vec((any::<u32>(), 0..1_u32 << 31, any::<bool>()), 0..9)) {
+            let all: Vec<_> = all.into_iter().map(|(first, count, written)| Pages { first, count, written }).collect();
+            let mut bytes = Pages::encode(&all);
+            proptest::prop_assert_eq!(bytes.len(), all.len() * LEN);
+            proptest::prop_assert_eq!(Pages::decode(&bytes), (all.clone(), 0));
+            bytes.extend([1, 2, 3]);
+            proptest::prop_assert_eq!(Pages::decode(&bytes), (all, 3));
+        }
+    }
+}
