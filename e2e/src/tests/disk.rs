@@ -6,11 +6,16 @@ use crate::{
     node::{Node, Options},
     patience,
     sandbox::Sandbox,
+    within,
 };
 use anyhow::{Context, Result, ensure};
 use futures::future::{join_all, try_join_all};
 use keiki_types::api::{CreateSandbox, ForkSandbox};
-use std::{fs, sync::Arc, time::Duration};
+use std::{
+    fs,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<()> {
     let node = Node::start(&world.places, Options::named("full").store_gib(3)).await?;
@@ -73,7 +78,7 @@ pub async fn room_is_promised_once(world: Arc<World>) -> Result<()> {
     for snapshot in snapshots.into_iter().flatten() {
         client.delete_snapshot(snapshot.id).await?;
     }
-    let room = free(&node.data.join("store"))?.saturating_sub((256 + 40) << 20);
+    let room = settled_free(&node.data.join("store")).await?.saturating_sub((256 + 40) << 20);
     let more = node.data.join("store/more-ballast");
     take(&more, room)?;
     let request = CreateSandbox::default();
@@ -92,6 +97,19 @@ pub async fn room_is_promised_once(world: Arc<World>) -> Result<()> {
         fs::remove_file(file)?;
     }
     node.finish().await
+}
+
+/// What is free once that no longer grows: files that were deleted go with whoever had them open.
+async fn settled_free(dir: &std::path::Path) -> Result<u64> {
+    let begun = Instant::now();
+    let (mut last, mut same) = (free(dir)?, 0);
+    while same < 5 && begun.elapsed() < within(15) {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let now = free(dir)?;
+        same = if now == last { same + 1 } else { 0 };
+        last = now;
+    }
+    Ok(last)
 }
 
 fn free(dir: &std::path::Path) -> Result<u64> {

@@ -164,7 +164,7 @@ pub async fn a_copy_that_fails_a_step_is_destroyed_and_its_maker_told(world: Arc
         .try_collect()
         .await?;
     ensure!(client.list(false).await?.len() == parents.len(), "a copy that was refused is still there");
-    ensure!(settled(&world.node, parents.len()).await? == before, "something is left of what was refused");
+    is_settled(&world.node, parents.len(), before).await?;
     Ok(())
 }
 
@@ -209,7 +209,7 @@ pub async fn every_way_to_a_copy_has_the_gate(world: Arc<World>) -> Result<()> {
     ensure!(parent.view().await?.status == Status::Hibernated, "it is not as it was before the wake");
     parent.kill().await?;
     client.delete_snapshot(snapshot.id).await?;
-    ensure!(settled(&world.node, 0).await? == before, "something is left of what was refused");
+    is_settled(&world.node, 0, before).await?;
     Ok(())
 }
 
@@ -235,6 +235,16 @@ pub async fn generations_grow_along_a_lineage(world: Arc<World>) -> Result<()> {
 fn told<T>(made: keiki_client::Result<T>, words: &str) -> Result<()> {
     let error = made.err().context("it came to be")?;
     ensure!(error.status() == Some(500) && error.to_string().contains(words), "it was told {error}");
+    Ok(())
+}
+
+/// Nothing is left of what was refused.
+async fn is_settled(node: &Node, sandboxes: usize, before: [usize; 3]) -> Result<()> {
+    let after = settled(node, sandboxes).await?;
+    ensure!(
+        after == before,
+        "monitors, slots, directories beside {sandboxes} sandboxes: {before:?}, now {after:?}"
+    );
     Ok(())
 }
 

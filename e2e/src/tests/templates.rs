@@ -156,6 +156,9 @@ pub async fn a_template_of_ones_own_is_a_file(world: Arc<World>) -> Result<()> {
 
 /// The programs of `examples/`, as users run them.
 pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
+    // Elsewhere too it is built at its first use, but a slow host is longer at it than a request waits.
+    let name = "code-interpreter".to_owned();
+    build(&world.node.client, &BuildTemplate { name, ..BuildTemplate::default() }).await?;
     for name in ["tree_search", "warm_tests", "code_interpreter"] {
         example(&world, name, &format!("examples/{name}.py")).await?;
     }
