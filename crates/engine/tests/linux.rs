@@ -84,7 +84,7 @@ async fn all_count_on(who: &str, mut guest: Guest, vcpus: u8) -> Result<()> {
             "{who} of {vcpus}: processor {stands} stands still: {before:?}, {after:?}"
         );
     }
-    let bad = guest.sh("dmesg | grep -iwE 'stalls?|stalled|lockup|hung|unstable|BUG' | head -n 5").await?;
+    let bad = guest.sh("dmesg | grep -iwE 'stalls?|stalled|lockup|hung|unstable|BUG:' | head -n 5").await?;
     ensure!(bad.is_empty(), "{who} of {vcpus} complains: {bad}");
     guest.machine.stop().await?;
     Ok(())

@@ -143,6 +143,40 @@ fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: 
     }
 }
 
+/// Beside a copy that is only kept, and beside the same that is written down.
+fn beside_persist(place: &Place, report: &mut Report) {
+    let mut machine = writing(place, 256, 64, Over::Nothing);
+    let bottom = place.dir.path().join("bottom.raw");
+    let mut both: [Vec<f64>; 2] = Default::default();
+    for _ in 0..20 {
+        for (persists, pauses) in both.iter_mut().enumerate() {
+            round(&machine);
+            let (mut kept, _) = place.freeze(&mut machine);
+            round(&machine);
+            let stored = place.to_store(&kept, 256);
+            if persists == 1 {
+                let own = kept.pid();
+                place.begin_persist(&mut kept, &stored, own);
+            }
+            let (zygote, frozen) = place.freeze(&mut machine);
+            pauses.push(frozen.vcpu_pause_ns as f64 / 1e6);
+            if persists == 1 {
+                let written = kept.client.answer(PATIENCE).unwrap().reply;
+                assert!(
+                    matches!(&written, Reply::Persisted(written) if written.pages >= 64 << 8),
+                    "{written:?}"
+                );
+                [&stored.memory, &stored.state].into_iter().for_each(|file| fs::remove_file(file).unwrap());
+            }
+            [kept, zygote].iter().for_each(Monitor::kill);
+            place.flatten(&mut machine, &bottom);
+        }
+    }
+    for (beside, pauses) in ["copy", "persist"].into_iter().zip(both) {
+        report.add("fork_pause", "ms", json!({"memory_mib": 256, "dirty_mib": 64, "beside": beside}), pauses);
+    }
+}
+
 fn tax(place: &Place, report: &mut Report) {
     let mut machine = place.try_boot(&dirtier(64), 1, 256).unwrap();
     machine.remember_ram(256);
@@ -295,6 +329,9 @@ fn main() {
         for (over, kept) in OVER {
             pauses(&place, &mut report, "fork_pause", [256, 64], over, kept);
         }
+    }
+    if is_wanted("fork_pause_beside") {
+        beside_persist(&place, &mut report);
     }
     if is_wanted("fork_first_exit") {
         first_exit(&place, &mut report);

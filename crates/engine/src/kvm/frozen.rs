@@ -270,7 +270,7 @@ impl KvmFrozen {
         let machine = assemble(&self.host, monitor, resources, record).await?;
         watch.step("run");
         if let Held::Stored { files, .. } = &*self.held.lock().await {
-            files.thawed(pid);
+            machine.0.is_looked_at(files.thawed(pid));
         }
         super::chain::shorten(&machine.0, &*machine.0.record.lock().await);
         Ok(machine)

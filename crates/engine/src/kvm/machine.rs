@@ -6,6 +6,7 @@ use super::{
     control::{ANSWER, Control, unexpected},
     ground::{Ground, kvm},
     monitor::Monitor,
+    working_set::FirstRun,
 };
 use crate::{
     BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result,
@@ -21,7 +22,13 @@ use keiki_control::{Answer, Boot, Cpu, Devices, Reply, Request, Role, Stage};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
-use std::{fs::File, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fs::File,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 use tokio::sync::Mutex;
 
 /// The handle that the node holds.
@@ -35,9 +42,15 @@ pub(super) struct Running {
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
     pub(super) shortening: Shortening,
+    first_run: std::sync::Mutex<Option<FirstRun>>,
 }
 
 impl Running {
+    /// What it touches will be recorded.
+    pub(super) fn is_looked_at(&self, first_run: Option<FirstRun>) {
+        *self.first_run.lock().unwrap_or_else(PoisonError::into_inner) = first_run;
+    }
+
     /// An error that knows whether the machine has ended meanwhile.
     pub(super) fn explain(&self, error: EngineError) -> EngineError {
         match self.monitor.last_words(&self.resources) {
@@ -134,6 +147,7 @@ pub(super) async fn assemble(
         shape: record.shape,
         record: Mutex::new(record),
         shortening: Shortening::default(),
+        first_run: std::sync::Mutex::default(),
     })))
 }
 
@@ -164,6 +178,10 @@ impl Machine for KvmMachine {
     }
 
     async fn stop(&self) -> Result<()> {
+        let first_run = self.0.first_run.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(first_run) = first_run {
+            first_run.ends().await;
+        }
         // Killed before the lock is asked for: a freeze that is under way fails and lets go.
         self.0.monitor.watched.kill().await?;
         self.0.shortening.stop().await;

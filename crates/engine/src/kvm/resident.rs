@@ -5,7 +5,15 @@
 //! file, so that one which nobody uses costs little more than its process; the least used go first, and all go when
 //! the host runs short or their files are gone.
 
-use super::{Host, control::about, frozen::Zygote, ground::kvm, machine::shape, monitor::Monitor};
+use super::{
+    Host,
+    control::about,
+    frozen::Zygote,
+    ground::kvm,
+    machine::shape,
+    monitor::Monitor,
+    working_set::{self, FirstRun},
+};
 use crate::{
     EngineError, Result, SharingScope,
     layers::new_name,
@@ -71,12 +79,12 @@ impl Files {
 
     /// What machines thawed from them read first, if that is known.
     pub(super) fn pages(&self) -> Option<(Role, OwnedFd)> {
-        super::working_set::list(&self.dir, &self.memory).map(|list| (Role::Pages, list))
+        working_set::list(&self.dir, &self.memory).map(|list| (Role::Pages, list))
     }
 
     /// A machine was thawed from them.
-    pub(super) fn thawed(&self, pid: u32) {
-        super::working_set::record_later(&self.dir, &self.memory, pid);
+    pub(super) fn thawed(&self, pid: u32) -> Option<FirstRun> {
+        working_set::record_later(&self.dir, &self.memory, pid)
     }
 
     /// Which file the memory is.
@@ -172,7 +180,7 @@ async fn load(host: &Arc<Host>, files: &Arc<Files>, scope: &SharingScope) -> Res
     // Beside the start of the process. Who is alone has pages of its own, of a file that was never read.
     if *scope != SharingScope::None {
         let ahead = Arc::clone(files);
-        drop(tokio::task::spawn_blocking(move || super::working_set::read_ahead(&ahead.dir, &ahead.memory)));
+        drop(tokio::task::spawn_blocking(move || working_set::read_ahead(&ahead.dir, &ahead.memory)));
     }
     let lineage = host.lineages.found(host)?;
     let monitor = Monitor::blank(host, &lineage, files.shape, &files.dir).await?;

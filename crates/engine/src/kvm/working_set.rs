@@ -1,6 +1,6 @@
 //! What a machine touches first, read ahead.
 //!
-//! The first machine that is thawed from stored files is looked at when it has run for a moment: which pages of the memory
+//! The first machine that is thawed from stored files is looked at when it has run for a moment, or before it ends: which pages of the memory
 //! file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
 //! into its page cache, and waits for nothing. A machine on a host that has not read the file yet would wait for each
 //! (RFD 010). And each machine that is thawed later is given them before it runs, instead of with an exit for each
@@ -28,8 +28,9 @@ use std::{
     num::NonZeroU64,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
+use tokio::{sync::oneshot, task::JoinHandle, time::timeout};
 
 /// Beside the memory file.
 const NAME: &str = "vm.pages";
@@ -42,6 +43,10 @@ const RANGES: usize = 64 << 10;
 const PAGES: u64 = 128 << 10;
 /// How long a first run is looked at: until the machine is released and its user has begun.
 const FIRST_RUN: Duration = Duration::from_secs(2);
+/// One that was shorter tells nothing.
+const LEAST_RUN: Duration = Duration::from_millis(100);
+/// How long the end of a machine waits for the look.
+const LOOK: Duration = Duration::from_secs(2);
 
 /// Has the kernel read what a first run of these files touched, if that is known.
 pub(super) fn read_ahead(dir: &Path, memory: &File) {
@@ -87,21 +92,42 @@ fn recorded(dir: &Path, memory: &File) -> std::io::Result<Vec<Pages>> {
     })
 }
 
-/// Looks at a machine that was thawed from these files when it has run for a moment, unless one was looked at before.
-pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) {
-    let (path, inode) = (dir.join(NAME), memory.metadata().map(|meta| meta.ino()));
-    let Ok(inode) = inode else { return };
-    tokio::spawn(async move {
-        if path.exists() {
+/// A machine that will be looked at.
+pub(super) struct FirstRun {
+    ends: oneshot::Sender<()>,
+    look: JoinHandle<()>,
+}
+
+impl FirstRun {
+    /// It is about to end: looks now, unless that was done.
+    pub(super) async fn ends(self) {
+        let _ = self.ends.send(());
+        let _ = timeout(LOOK, self.look).await;
+    }
+}
+
+/// Looks at a machine that was thawed from these files when it has run for a moment, or before it ends. None: one was
+/// looked at before.
+pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) -> Option<FirstRun> {
+    let (path, inode) = (dir.join(NAME), memory.metadata().ok()?.ino());
+    if path.exists() {
+        return None;
+    }
+    let (ends, ending) = oneshot::channel();
+    let begun = Instant::now();
+    let look = tokio::spawn(async move {
+        let _ = timeout(FIRST_RUN, ending).await;
+        // Another may have been quicker.
+        if begun.elapsed() < LEAST_RUN || path.exists() {
             return;
         }
-        tokio::time::sleep(FIRST_RUN).await;
         let at = path.clone();
         if let Err(error) = blocking(move || record(&at, inode, pid)).await {
             // The machine has ended, or its files are gone: the next one is looked at.
             tracing::debug!(path = %path.display(), %error, "no working set");
         }
     });
+    Some(FirstRun { ends, look })
 }
 
 fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
