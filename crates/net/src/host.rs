@@ -15,22 +15,31 @@ use std::{
     fs::{File, OpenOptions},
     net::{IpAddr, SocketAddr},
     path::Path,
+    time::Duration,
 };
 
 /// One node at a time looks for collisions and claims its range.
 const CLAIM_LOCK: &str = "/run/keiki-slots.lock";
 
+/// A lock is not believed to be another's until it was held so many times: a program that is being started has it with it
+/// for a moment, until it is executed.
+const TRIES: usize = 20;
+const TRY_AGAIN: Duration = Duration::from_millis(10);
+
 /// Takes the lock of a node's slots for the life of the returned file.
-pub(crate) fn lock(dir: &Path) -> Result<File> {
+pub(crate) async fn lock(dir: &Path) -> Result<File> {
     let path = dir.join("slots.lock");
     let doing = || format!("lock {}", path.display());
     std::fs::create_dir_all(dir).map_err(Error::io(doing()))?;
     let file = open_lock(&path).map_err(Error::io(doing()))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked),
-        Err(errno) => Err(Error::io(doing())(errno.into())),
-        Ok(()) => Ok(file),
+    for _ in 0..TRIES {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) => tokio::time::sleep(TRY_AGAIN).await,
+            Err(errno) => return Err(Error::io(doing())(errno.into())),
+        }
     }
+    Err(Error::Locked)
 }
 
 fn open_lock(path: &Path) -> std::io::Result<File> {

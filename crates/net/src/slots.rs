@@ -120,7 +120,7 @@ impl Slots {
         if let Some(index) = in_use.iter().find(|index| u32::from(**index) >= range.slots()) {
             return Err(Error::Taken(*index));
         }
-        let lock = host::lock(&config.state_dir)?;
+        let lock = host::lock(&config.state_dir).await?;
         let upstream = Arc::new(Upstream::new(config.upstream));
         let plan = Plan { tag: config.node_tag, range, egress: config.egress };
         let used: BTreeSet<u16> = in_use.iter().copied().collect();

@@ -28,8 +28,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long vCPUs may take to stop.
-const PARK: Duration = Duration::from_millis(500);
+/// How long vCPUs may take to stop. Mostly it is a tenth of a millisecond; on a host that is far too busy a freeze that takes long is
+/// better than none.
+const PARK: Duration = Duration::from_secs(2);
 /// How long devices may take to finish what is in flight.
 const DRAIN: Duration = Duration::from_millis(200);
 
