@@ -238,34 +238,30 @@ impl GuestRam {
     /// The parts of a memory file that RAM no longer shows: blocks discarded since it was mapped.
     #[must_use]
     pub fn detached(&self) -> Vec<Range<u64>> {
-        let mut found: Vec<Range<u64>> = Vec::new();
-        let is_detached = |block: &u64| self.mapped.has(*block) && !self.over_file.has(*block);
-        for block in (0..self.size.div_ceil(BLOCK)).filter(is_detached) {
-            let range = block * BLOCK..((block + 1) * BLOCK).min(self.size);
-            match found.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => found.push(range),
-            }
-        }
-        found
+        self.parts(&(0..self.size), |block| self.mapped.has(block) && !self.over_file.has(block))
     }
 
     /// What of a part of the memory file RAM still shows: not its holes, nor what was discarded.
     #[must_use]
     pub fn over_file(&self, part: &Range<u64>) -> Vec<Range<u64>> {
+        self.parts(part, |block| self.over_file.has(block))
+    }
+
+    /// What of a part of the memory file lies in blocks that are wanted.
+    fn parts(&self, part: &Range<u64>, wanted: impl Fn(u64) -> bool) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
         let mut at = part.start;
         let end = part.end.min(self.size);
         while at < end {
-            let next = (at / BLOCK + 1) * BLOCK;
-            let range = at..next.min(end);
-            if self.over_file.has(at / BLOCK) {
-                match found.last_mut() {
-                    Some(last) if last.end == range.start => last.end = range.end,
-                    _ => found.push(range),
-                }
+            let (block, from) = (at / BLOCK, at);
+            at = ((block + 1) * BLOCK).min(end);
+            if !wanted(block) {
+                continue;
             }
-            at = next;
+            match found.last_mut() {
+                Some(last) if last.end == from => last.end = at,
+                _ => found.push(from..at),
+            }
         }
         found
     }
@@ -298,17 +294,20 @@ impl GuestRam {
 
     /// Advice about parts of a memory file.
     fn advise_parts(&self, ranges: &[Range<u64>], advice: libc::c_int) -> io::Result<()> {
-        for span in &self.spans {
-            for range in ranges {
-                let from = range.start.clamp(span.offset, span.offset + span.len) / PAGE * PAGE;
-                let to = range.end.clamp(span.offset, span.offset + span.len).next_multiple_of(PAGE);
-                if from < to {
-                    let host = span.host + (from - span.offset);
-                    self.advise(host..host + (to - from), advice)?;
-                }
-            }
-        }
-        Ok(())
+        ranges.iter().try_for_each(|range| {
+            let pages = range.start / PAGE * PAGE..range.end.min(self.size).next_multiple_of(PAGE);
+            self.pieces(&pages).try_for_each(|piece| self.advise(piece.host..piece.host + piece.len, advice))
+        })
+    }
+
+    /// Where a part of the memory file is: in each span that has some of it.
+    pub fn pieces(&self, part: &Range<u64>) -> impl Iterator<Item = Span> {
+        self.spans.iter().filter_map(|span| {
+            let from = part.start.max(span.offset);
+            let len = part.end.min(span.offset + span.len).checked_sub(from).filter(|len| *len > 0)?;
+            let skipped = from - span.offset;
+            Some(Span { guest: span.guest + skipped, host: span.host + skipped, offset: from, len })
+        })
     }
 
     /// Makes one page of each span private. fork(2) copies the page tables of a mapping of a file only if it has

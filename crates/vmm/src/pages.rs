@@ -61,12 +61,7 @@ impl First {
         let written: Vec<_> = self.written.iter().flat_map(|part| ram.over_file(part)).collect();
         ram.make_private(&written).map_err(crate::Error::host("copying pages ahead"))?;
         for range in self.all.iter().flat_map(|part| ram.over_file(part)) {
-            for span in ram.spans() {
-                let (start, end) = (range.start.max(span.offset), range.end.min(span.offset + span.len));
-                if start < end {
-                    vcpu.prefault(span.guest + (start - span.offset), end - start)?;
-                }
-            }
+            ram.pieces(&range).try_for_each(|piece| vcpu.prefault(piece.guest, piece.len))?;
         }
         Ok(())
     }

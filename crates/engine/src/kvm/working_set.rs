@@ -1,7 +1,7 @@
 //! What a machine touches first, read ahead.
 //!
-//! The first machine that is thawed from stored files is looked at when it has run for a moment, or before it ends: which pages of the memory
-//! file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
+//! The first machine that is thawed from stored files is looked at when it has run for a moment, or before it ends: which
+//! pages of the memory file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
 //! into its page cache, and waits for nothing. A machine on a host that has not read the file yet would wait for each
 //! (RFD 010). And each machine that is thawed later is given them before it runs, instead of with an exit for each
 //! (RFD 013). It is a hint: without it, or with a wrong one, all is right and only slower.
