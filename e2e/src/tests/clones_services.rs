@@ -7,8 +7,6 @@ use keiki_client::Client;
 use keiki_types::api::BuildTemplate;
 use std::{collections::BTreeSet, sync::Arc};
 
-/// A template with them. On four processors.
-pub const TEMPLATE: &str = include_str!("../../templates/services.toml");
 const NAME: &str = "services";
 const TALK: &str = include_str!("../../guest/talk.py");
 const DNS: &str = include_str!("../../guest/dns.py");

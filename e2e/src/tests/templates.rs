@@ -15,11 +15,14 @@ const OWN: &str = include_str!("../../templates/own.toml");
 /// That of an example.
 const PREFORK: &str = include_str!("../../../examples/prefork/prefork.toml");
 
+/// That of a machine with services.
+const SERVICES: &str = include_str!("../../templates/services.toml");
+
 /// The directory with the templates of the user that these tests are.
 pub fn own(places: &Places) -> Result<String> {
     places.file("templates/own.toml", OWN)?;
     places.file("templates/prefork.toml", PREFORK)?;
-    places.file("templates/services.toml", super::clones_services::TEMPLATE)?;
+    places.file("templates/services.toml", SERVICES)?;
     let broken = places.file("templates/broken.toml", "shape = 3")?;
     Ok(broken.trim_end_matches("/broken.toml").to_owned())
 }

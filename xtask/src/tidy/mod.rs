@@ -9,15 +9,23 @@
 //! | `leftover` | no notes to oneself where code should be |
 //! | `machine-path` | no path of somebody's machine |
 //! | `registry-host` | no address of a package registry: mirrors are the host's business |
+//! | `module-name` | no module has the name of its crate |
+//! | `import-circle` | no two files of a crate import each other, directly or through others |
+//! | `crate-table` | the table of crates in `docs/ARCHITECTURE.md` is the real graph |
+//! | `retired-word` | no identifier is a word that `docs/ARCHITECTURE.md` lists as retired |
 //!
 //! Tests, examples and the end to end crate are free of the two length rules. Exceptions are in `xtask/tidy.allow`, one
 //! a line with its reason; one that is no longer needed is an error as well, so the list only says what is true.
 
+mod crates;
+mod imports;
+mod retired;
 mod rules;
 
 use anyhow::{Context, Result, bail, ensure};
 use rules::{Finding, check};
 use std::{
+    collections::BTreeMap,
     fmt::Write as _,
     path::Path,
     process::{Command, ExitCode},
@@ -30,21 +38,48 @@ pub(crate) fn run() -> Result<ExitCode> {
     let root = crate::root()?;
     let list = root.join(ALLOW_LIST);
     let allowed = parse_allow_list(&std::fs::read_to_string(&list).context(ALLOW_LIST)?)?;
-    let mut findings = Vec::new();
-    let mut files = 0;
+    let mut files = BTreeMap::new();
     for path in listed_files(&root)? {
         // Binary files say nothing, and a deleted file may still be listed.
-        let Ok(text) = std::fs::read_to_string(root.join(&path)) else { continue };
-        files += 1;
-        findings.extend(check(&path, &text).with_context(|| format!("reading {path}"))?);
+        if let Ok(text) = std::fs::read_to_string(root.join(&path)) {
+            files.insert(path, text);
+        }
     }
+    let findings = all(&root, &files)?;
     let report = judge(&findings, &allowed);
     if report.is_empty() {
-        println!("tidy: {files} files are as they should be");
+        println!("tidy: {} files are as they should be", files.len());
         return Ok(ExitCode::SUCCESS);
     }
     print!("{report}");
     Ok(ExitCode::FAILURE)
+}
+
+/// Every rule, on all files.
+fn all(root: &Path, files: &BTreeMap<String, String>) -> Result<Vec<Finding>> {
+    let architecture = files.get(crates::DOCUMENT).map_or("", String::as_str);
+    let retired = retired::listed(architecture);
+    let mut findings = crates::check(root, architecture)?;
+    for (path, text) in files {
+        findings.extend(check(path, text).with_context(|| format!("reading {path}"))?);
+        if path.ends_with(".rs") {
+            findings.extend(retired::check(path, text, &retired)?);
+        }
+        // Each crate once: at its manifest.
+        if let Some(package) = path.strip_suffix("/Cargo.toml") {
+            let source = format!("{package}/src");
+            let inside = files.iter().filter(|(path, _)| path.ends_with(".rs") && path.starts_with(&source));
+            let inside: Vec<_> = inside.map(|(path, text)| (path.as_str(), text.as_str())).collect();
+            findings.extend(imports::check(&source, &inside).with_context(|| format!("reading {source}"))?);
+        }
+    }
+    Ok(findings)
+}
+
+/// Is what this stands before only built for tests?
+fn is_cfg_test(attribute: &syn::Attribute) -> bool {
+    attribute.path().is_ident("cfg")
+        && attribute.parse_args::<syn::Path>().is_ok_and(|condition| condition.is_ident("test"))
 }
 
 /// An exception: which rule, for which file, and which function in it if the rule is about functions.

@@ -1,9 +1,10 @@
 //! The rules, as pure functions of a path and a text.
 
+use super::is_cfg_test;
 use anyhow::Result;
 use std::{fmt, ops::RangeInclusive};
 use syn::{
-    Attribute, ItemMod,
+    ItemMod,
     spanned::Spanned,
     visit::{self, Visit},
 };
@@ -77,6 +78,12 @@ fn rust(path: &str, text: &str, findings: &mut Vec<Finding>) -> Result<()> {
         let what = "a crate opens with a doc comment that says what it is".to_owned();
         findings.push(Finding { rule: "head", subject: path.to_owned(), line: 1, what });
     }
+    if let Some(line) =
+        scan.modules.iter().find_map(|(name, line)| named_like_its_crate(path, name).then_some(*line))
+    {
+        let what = "a module has the name of its crate".to_owned();
+        findings.push(Finding { rule: "module-name", subject: path.to_owned(), line, what });
+    }
     if !path.starts_with("crates/sys/")
         && let Some(&line) = scan.unsafe_lines.first()
     {
@@ -113,6 +120,10 @@ fn is_crate_head(path: &str) -> bool {
     path.ends_with("src/lib.rs") || path.ends_with("src/main.rs")
 }
 
+fn named_like_its_crate(path: &str, module: &str) -> bool {
+    path.split_once("/src/").is_some_and(|(package, _)| package.rsplit('/').next() == Some(module))
+}
+
 fn is_test(path: &str) -> bool {
     path.starts_with("e2e/") || ["/tests/", "/benches/", "/examples/"].iter().any(|dir| path.contains(dir))
 }
@@ -126,6 +137,7 @@ fn is_code(line: &str) -> bool {
 #[derive(Default)]
 struct Scan {
     functions: Vec<(String, RangeInclusive<usize>)>,
+    modules: Vec<(String, usize)>,
     tests: Vec<RangeInclusive<usize>>,
     unsafe_lines: Vec<usize>,
 }
@@ -144,6 +156,7 @@ impl Scan {
 
 impl<'ast> Visit<'ast> for Scan {
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
+        self.modules.push((item.ident.to_string(), item.ident.span().start().line));
         if item.attrs.iter().any(is_cfg_test) {
             self.tests.push(item.span().start().line..=item.span().end().line);
         }
@@ -176,11 +189,6 @@ impl<'ast> Visit<'ast> for Scan {
         self.unsafety(item.unsafety.as_ref());
         visit::visit_item_impl(self, item);
     }
-}
-
-fn is_cfg_test(attribute: &Attribute) -> bool {
-    attribute.path().is_ident("cfg")
-        && attribute.parse_args::<syn::Path>().is_ok_and(|condition| condition.is_ident("test"))
 }
 
 #[cfg(test)]
@@ -234,6 +242,12 @@ mod tests {
         assert_eq!(rules("crates/a/src/lib.rs", "fn f() {}\n"), ["head"]);
         assert_eq!(rules("crates/a/src/lib.rs", "//! What it is.\nfn f() {}\n"), [""; 0]);
         assert_eq!(rules("crates/a/src/x.rs", "fn f() {}\n"), [""; 0]);
+    }
+
+    #[test]
+    fn no_module_has_its_crates_name() {
+        assert_eq!(rules("crates/node/src/lib.rs", "//! Node.\nmod node;\n"), ["module-name"]);
+        assert_eq!(rules("crates/cli/src/cmd/mod.rs", "mod node;\n"), [""; 0]);
     }
 
     #[test]
