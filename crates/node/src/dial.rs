@@ -8,6 +8,7 @@ use crate::{
 };
 use bytes::{Buf, Bytes};
 use futures::{Stream, StreamExt, stream};
+use keiki_api::Dialed;
 use keiki_protocol::guest::DialChunk;
 use keiki_types::SandboxId;
 use std::{
@@ -30,15 +31,6 @@ const PIECE: usize = 32 << 10;
 const LINGER: Duration = Duration::from_secs(60);
 /// The guest gives up earlier by itself.
 const CONNECT_LIMIT: Duration = Duration::from_secs(40);
-
-/// A connection to a port of a guest. `shutdown` ends its own direction only; dropping it before both directions
-/// have ended resets the connection. The sandbox is in use as long as it is held.
-pub type Dialed = Box<dyn Duplex>;
-
-/// Bytes both ways.
-pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
-
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
 struct Connection {
     call: Option<Call>,

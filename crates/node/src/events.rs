@@ -31,7 +31,7 @@ const KEPT_OF_ONE: usize = 200;
 /// Events kept of all, also of sandboxes that are gone.
 const KEPT: usize = 20_000;
 /// Most that one answer lists.
-pub const MOST: usize = 1000;
+pub const MOST: usize = keiki_api::MAX_EVENTS;
 /// What waits for a disk that does not take it; beyond this the oldest are lost.
 const PENDING: usize = 10_000;
 /// A listener that is further behind reads from the file again.

@@ -10,15 +10,16 @@ mod pump;
 use crate::{
     error::{Error, Result},
     guest::refusal,
-    node::{
-        Node,
-        request::{self, Command},
-    },
+    node::Node,
     sandbox::Use,
 };
 use bytes::Bytes;
-use futures::{StreamExt, stream::BoxStream};
-use keiki_protocol::guest::{EnvVar, ExecSpec, InputChunk, ResizeRequest, SignalRequest};
+use futures::StreamExt;
+use keiki_api::{
+    Control, Session,
+    request::{self, Command},
+};
+use keiki_protocol::guest::{EnvVar, ExecSpec, InputChunk, Pty, ResizeRequest, SignalRequest};
 use keiki_types::{SandboxId, api::ExecRequest};
 use pump::Pump;
 use std::sync::{
@@ -32,95 +33,6 @@ use tokio_stream::wrappers::ReceiverStream;
 const EVENTS_AHEAD: usize = 16;
 /// One message of input.
 const INPUT_CHUNK: usize = 64 << 10;
-
-/// What a running command sends, in order. `Exit` is last; a stream that ends without it lost its machine.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ExecEvent {
-    /// Bytes of standard output (with a pty: all output).
-    Stdout {
-        /// How many came before. More than were seen: some were overwritten while nobody read.
-        offset: u64,
-        /// The bytes.
-        data: Bytes,
-    },
-    /// Bytes of standard error.
-    Stderr {
-        /// Likewise.
-        offset: u64,
-        /// The bytes.
-        data: Bytes,
-    },
-    /// The end.
-    Exit {
-        /// As a shell reports it.
-        code: i32,
-        /// Killed because its time was up.
-        timed_out: bool,
-        /// Why it could not start, else empty.
-        message: String,
-        /// Run time in ms.
-        duration_ms: u64,
-    },
-}
-
-/// A command that is listened to. Dropping `events` kills the whole cgroup of one that ends with its caller, unless
-/// it has exited.
-pub struct Session {
-    /// Its name in its sandbox.
-    pub id: String,
-    /// Where in standard output and standard error its events begin.
-    pub offsets: [u64; 2],
-    /// What it sends.
-    pub events: BoxStream<'static, Result<ExecEvent>>,
-    /// The way back in.
-    pub control: Control,
-}
-
-/// Input and signals of a command. Cheap to clone.
-#[derive(Clone)]
-pub struct Control {
-    pub(crate) inner: Arc<dyn ControlInner>,
-}
-
-/// How a [`Control`] reaches its command.
-#[async_trait::async_trait]
-pub(crate) trait ControlInner: Send + Sync {
-    async fn input(&self, data: Bytes, eof: bool) -> Result<()>;
-    async fn signal(&self, signal: i32) -> Result<()>;
-    async fn resize(&self, cols: u32, rows: u32) -> Result<()>;
-    fn leave(&self);
-}
-
-impl Control {
-    /// Sends bytes to standard input, or ends it. Returns when the guest has taken them.
-    ///
-    /// # Errors
-    /// If the command or the machine has ended.
-    pub async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
-        self.inner.input(data, eof).await
-    }
-
-    /// Sends a signal to every process of the command.
-    ///
-    /// # Errors
-    /// If the command or the machine has ended.
-    pub async fn signal(&self, signal: i32) -> Result<()> {
-        self.inner.signal(signal).await
-    }
-
-    /// Lets the command go on when nobody listens any more.
-    pub fn leave(&self) {
-        self.inner.leave();
-    }
-
-    /// Tells the terminal its size.
-    ///
-    /// # Errors
-    /// If the size is out of range, the command or the machine has ended.
-    pub async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
-        self.inner.resize(cols, rows).await
-    }
-}
 
 /// A session in a guest. The sandbox is in use as long as this is held.
 struct InGuest {
@@ -156,7 +68,7 @@ impl InGuest {
 }
 
 #[async_trait::async_trait]
-impl ControlInner for InGuest {
+impl Control for InGuest {
     async fn input(&self, data: Bytes, eof: bool) -> Result<()> {
         self.send_input(&data, eof, false).await
     }
@@ -175,7 +87,7 @@ impl ControlInner for InGuest {
     }
 
     async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
-        let pty = Some(request::terminal(cols, rows)?);
+        let pty = Some(terminal(cols, rows)?);
         let request = ResizeRequest { id: self.id.clone(), pty };
         let sent = self.using.live.guest.call(|mut guest| {
             let request = request.clone();
@@ -202,7 +114,7 @@ impl Node {
         let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
         let (send, events) = mpsc::channel(EVENTS_AHEAD);
         let (tell, started) = oneshot::channel();
-        let control = Control { inner: Arc::clone(&session) as Arc<dyn ControlInner> };
+        let control = Arc::clone(&session) as Arc<dyn Control>;
         let exec = session.id.clone();
         // On its own: a caller who leaves before the guest has answered must not leave the command behind.
         tokio::spawn(Pump { session, send, offsets: [0, 0] }.begin(spec, stdin, tell));
@@ -222,7 +134,7 @@ fn spec(request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Checked> {
     let command = request::command(&request)?;
     let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
     let stdin = request::stdin(&request)?;
-    let pty = pty.map(|(cols, rows)| request::terminal(cols, rows)).transpose()?;
+    let pty = pty.map(|(cols, rows)| terminal(cols, rows)).transpose()?;
     let (argv, shell) = match command {
         Command::Shell(line) => (Vec::new(), line),
         Command::Argv(argv) => (argv, String::new()),
@@ -244,4 +156,8 @@ fn spec(request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Checked> {
         keep: false,
     };
     Ok(Checked { spec, stdin })
+}
+
+fn terminal(cols: u32, rows: u32) -> Result<Pty> {
+    request::terminal(cols, rows).map(|size| Pty { cols: size.cols, rows: size.rows })
 }

@@ -9,6 +9,7 @@ use crate::{
 };
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
+use keiki_api::Reading;
 use keiki_protocol::guest::{
     ChmodRequest, Entry, FileChunk, MkdirRequest, PathRequest, ReadFileRequest, RemoveRequest, RenameRequest,
     SymlinkRequest, WriteChunk, WriteHeader, guest_client::GuestClient,
@@ -22,16 +23,6 @@ use tonic::{Status, Streaming, transport::Channel};
 
 /// Longest path that is passed on, as in Linux.
 const PATH_MAX: usize = 4096;
-
-/// A file being read.
-pub struct Reading {
-    /// Bytes when it was opened.
-    pub size: u64,
-    /// Permission bits.
-    pub mode: u32,
-    /// Its contents.
-    pub chunks: BoxStream<'static, Result<Bytes>>,
-}
 
 impl Node {
     /// Opens a file for reading.

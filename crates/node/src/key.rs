@@ -1,6 +1,7 @@
 //! Secrets of the node's own: each in a file that only it reads, made when it is first needed.
 
 use anyhow::Context;
+use keiki_api::Secret;
 use rand::RngCore;
 use std::{
     fs,
@@ -8,9 +9,6 @@ use std::{
     os::unix::fs::OpenOptionsExt,
     path::Path,
 };
-
-/// Bytes that nobody outside knows.
-pub type Secret = [u8; 32];
 
 /// The secret in a file, which is made if it is not there.
 ///
@@ -31,5 +29,22 @@ pub fn secret(path: &Path) -> anyhow::Result<Secret> {
             Ok(secret)
         }
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::secret;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_secret_stays_the_same_and_only_its_owner_reads_it() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("preview.key");
+        let made = secret(&path)?;
+        assert_eq!(std::fs::metadata(&path)?.permissions().mode() & 0o777, 0o600);
+        assert_eq!(secret(&path)?, made);
+        assert_ne!(secret(&dir.path().join("other.key"))?, made);
+        Ok(())
     }
 }

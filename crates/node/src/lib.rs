@@ -1,35 +1,33 @@
 //! `keiki node`: one daemon that owns the sandboxes, templates and snapshots of a host.
 //!
-//! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here. [`http`] turns requests
-//! into these calls and nothing else.
+//! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here, and [`keiki_api::Api`] is what HTTP
+//! sees of it.
 
 mod admission;
+mod api;
 pub mod clock;
-pub mod dial;
-pub mod error;
+mod dial;
+mod error;
 mod events;
-pub mod exec;
-pub mod files;
+mod exec;
+mod files;
 mod guest;
-pub mod http;
 mod key;
 mod lifecycle;
 mod locks;
 mod metrics;
 mod node;
-pub mod once;
+mod once;
 mod ports;
-mod preview;
 mod records;
 mod sandbox;
 mod store;
-pub mod trees;
+mod trees;
 mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
 pub use node::{Config, Node, Sharing};
-use records::rfc3339;
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.

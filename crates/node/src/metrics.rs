@@ -1,11 +1,11 @@
 //! What the node counts and measures, in the text format that Prometheus reads.
 //!
-//! Two kinds. *Counters and histograms* grow while the node works: a request adds one, a verb that is done adds its
-//! steps; each costs a look into a small table. *Gauges* say how things are: nobody keeps them current, they are
+//! Two kinds. *Counters and histograms* grow while the node works: a verb that is done adds its steps; each costs a look into a small table. *Gauges* say how things are: nobody keeps them current, they are
 //! read when somebody asks ([`Gauges`]). docs/METRICS.md lists all of them.
 //!
 //! Labels have few values, whatever callers and guests do: no ids, no paths but routes, no step that a guest named.
 
+use keiki_api::HISTOGRAM_BOUNDS;
 use keiki_sys::heap::Heap;
 use keiki_types::{Status, api::Timings};
 use prometheus_client::{
@@ -13,14 +13,8 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
-use std::{
-    sync::{Arc, atomic::AtomicU64},
-    time::Duration,
-};
+use std::sync::{Arc, atomic::AtomicU64};
 
-/// Upper bounds of the histograms, in seconds: from a step that is nearly nothing to a cold boot.
-const BOUNDS: [f64; 15] =
-    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
 /// Steps that guests time. Their names come from the guest: others are counted together.
 const GUEST_STEPS: [&str; 11] = [
     "entropy",
@@ -35,9 +29,6 @@ const GUEST_STEPS: [&str; 11] = [
     "hooks",
     "thaw_user",
 ];
-/// Methods that requests may have; others are counted together.
-const METHODS: [&str; 7] = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"];
-
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfVerb {
     verb: String,
@@ -47,18 +38,6 @@ struct OfVerb {
 struct OfStep {
     verb: String,
     step: String,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfRequest {
-    method: String,
-    route: String,
-    status: String,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfRoute {
-    route: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -96,11 +75,7 @@ struct Inner {
     steps: Histograms<OfStep>,
     vcpu_pauses: Histograms<OfVerb>,
     user_pauses: Histograms<OfVerb>,
-    requests: Family<OfRequest, Counter>,
-    request_times: Histograms<OfRoute>,
     events: Family<OfKind, Counter>,
-    connections: Gauge,
-    refused_connections: Counter,
     sandboxes: Family<OfState, Gauge>,
     prestarted: Family<OfTemplate, Gauge>,
     figures: Figures,
@@ -193,18 +168,14 @@ impl Default for Metrics {
 
 impl Inner {
     fn new() -> Self {
-        let histograms = (|| Histogram::new(BOUNDS)) as fn() -> Histogram;
+        let histograms = (|| Histogram::new(HISTOGRAM_BOUNDS)) as fn() -> Histogram;
         let mut inner = Self {
             registry: Registry::default(),
             verbs: Family::new_with_constructor(histograms),
             steps: Family::new_with_constructor(histograms),
             vcpu_pauses: Family::new_with_constructor(histograms),
             user_pauses: Family::new_with_constructor(histograms),
-            requests: Family::default(),
-            request_times: Family::new_with_constructor(histograms),
             events: Family::default(),
-            connections: Gauge::default(),
-            refused_connections: Counter::default(),
             sandboxes: Family::default(),
             prestarted: Family::default(),
             figures: Figures::default(),
@@ -228,19 +199,6 @@ impl Inner {
             "User processes stood still",
             seconds(),
             self.user_pauses.clone(),
-        );
-        keiki.register("http_requests", "Requests that were answered", self.requests.clone());
-        keiki.register_with_unit(
-            "http_request",
-            "Request to the head of its answer",
-            seconds(),
-            self.request_times.clone(),
-        );
-        keiki.register("http_connections", "Connections that are open", self.connections.clone());
-        keiki.register(
-            "http_connections_refused",
-            "Connections answered 503 because too many were open",
-            self.refused_connections.clone(),
         );
         keiki.register("sandbox_events", "Events of sandboxes", self.events.clone());
         keiki.register("sandboxes", "Sandboxes by state", self.sandboxes.clone());
@@ -322,15 +280,6 @@ fn step_label(name: &str) -> String {
     }
 }
 
-/// What an answer's status counts as. Behind a preview it is the guest's, and only its class is kept.
-fn status_label(status: u16, is_guests: bool) -> String {
-    match status {
-        100..=599 if !is_guests => status.to_string(),
-        100..=599 => format!("{}xx", status / 100),
-        _ => "other".into(),
-    }
-}
-
 impl Metrics {
     /// A verb that is done, with its steps.
     pub fn verb(&self, verb: &str, timings: &Timings) {
@@ -355,32 +304,12 @@ impl Metrics {
         }
     }
 
-    /// A request that was answered. `is_guests`: the answer is what a guest sent.
-    pub fn request(&self, method: &str, route: &str, status: u16, is_guests: bool, took: Duration) {
-        let method = if METHODS.contains(&method) { method } else { "other" };
-        let status = status_label(status, is_guests);
-        let of = OfRequest { method: method.into(), route: route.into(), status };
-        self.inner.requests.get_or_create(&of).inc();
-        let of = OfRoute { route: route.into() };
-        self.inner.request_times.get_or_create(&of).observe(took.as_secs_f64());
-    }
-
     /// Something happened to a sandbox.
     pub fn event(&self, kind: &'static str) {
         self.inner.events.get_or_create(&OfKind { kind }).inc();
     }
 
-    /// A connection was opened (1) or has ended (-1).
-    pub fn connection(&self, change: i64) {
-        self.inner.connections.inc_by(change);
-    }
-
-    /// A connection was turned away.
-    pub fn connection_refused(&self) {
-        self.inner.refused_connections.inc();
-    }
-
-    /// All of it as text, with the gauges as they are now.
+    /// All of it as text, with the gauges as they are now; HTTP adds its own and the end mark.
     #[must_use]
     pub fn text(&self, now: &Gauges) -> String {
         let inner = &self.inner;
@@ -398,7 +327,7 @@ impl Metrics {
         inner.build.get_or_create(&OfBuild { version, engine }).set(1);
         let mut text = String::new();
         // Writing to a String cannot fail.
-        let _ = text::encode(&mut text, &inner.registry);
+        let _ = text::encode_registry(&mut text, &inner.registry);
         text
     }
 }
@@ -410,7 +339,6 @@ mod tests {
         Status,
         api::{Step, Timings},
     };
-    use std::time::Duration;
 
     fn lines(metrics: &Metrics, of: &str) -> Vec<String> {
         let now = Gauges {
@@ -450,19 +378,6 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_asked_labels_are_few() {
-        let metrics = Metrics::default();
-        for status in 0..2000 {
-            metrics.request(&format!("M{status}"), "preview", status, true, Duration::ZERO);
-        }
-        let counted = lines(&metrics, "keiki_http_requests_total");
-        assert_eq!(counted.len(), 6, "{counted:?}");
-        metrics.request("GET", "/healthz", 200, false, Duration::from_millis(2));
-        let one = r#"keiki_http_requests_total{method="GET",route="/healthz",status="200"} 1"#;
-        assert!(lines(&metrics, "keiki_http_requests_total").contains(&one.into()));
-    }
-
-    #[test]
     fn gauges_are_those_of_the_moment() {
         let metrics = Metrics::default();
         let states = lines(&metrics, "keiki_sandboxes");
@@ -472,6 +387,5 @@ mod tests {
         assert_eq!(lines(&metrics, "keiki_memory_limit"), ["keiki_memory_limit_bytes 1099511627776"]);
         // A template that is gone is shown no more.
         assert!(!metrics.text(&Gauges::default()).contains("keiki_prestarted_machines{"));
-        assert!(metrics.text(&Gauges::default()).ends_with("# EOF\n"));
     }
 }

@@ -17,7 +17,9 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
-use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use time::OffsetDateTime;
+
+pub use keiki_api::rfc3339;
 
 /// Generations are taken from the database in blocks: one durable write serves this many individuals.
 const GENERATION_BLOCK: u64 = 1024;
@@ -433,13 +435,6 @@ fn remember(
     transaction
         .execute("DELETE FROM requests WHERE seq <= (SELECT MAX(seq) FROM requests) - ?1", [REQUESTS_KEPT])?;
     Ok(())
-}
-
-/// RFC 3339, to the millisecond, in UTC.
-#[must_use]
-pub fn rfc3339(at: OffsetDateTime) -> String {
-    let at = at.replace_nanosecond(at.nanosecond() / 1_000_000 * 1_000_000).unwrap_or(at);
-    at.format(&Rfc3339).unwrap_or_default()
 }
 
 #[cfg(test)]

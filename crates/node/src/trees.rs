@@ -10,6 +10,7 @@ use crate::{
 };
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
+use keiki_api::Unpacking;
 use keiki_protocol::guest::{PathRequest, UnpackChunk, WatchEvent, WatchRequest};
 use keiki_types::{
     SandboxId,
@@ -17,15 +18,6 @@ use keiki_types::{
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Streaming;
-
-/// What is taken over of an archive.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Unpacking {
-    /// Owners by their numbers; else all is root's.
-    pub owners: bool,
-    /// The archive's top directory becomes the destination itself.
-    pub strip_top: bool,
-}
 
 impl Node {
     /// What is at a path, as a tar stream with its last name on top.

@@ -11,6 +11,7 @@ use keiki_node::Node;
 use std::{
     io::{self, IsTerminal},
     path::Path,
+    sync::Arc,
 };
 use tokio::net::TcpListener;
 use tracing_subscriber::EnvFilter;
@@ -38,7 +39,7 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
         write_port(path, address.port())?;
     }
     out.line(&format!("keiki node listening on http://{address}"))?;
-    let served = keiki_node::http::serve(node.clone(), listener, shutdown()).await;
+    let served = keiki_http::serve(Arc::new(node.clone()), listener, shutdown()).await;
     node.stop().await;
     if let Some(path) = &port_file {
         let _ = std::fs::remove_file(path);

@@ -4,20 +4,20 @@
 //! restart of the node or a hibernation loses none.
 
 use super::{
-    Control, ControlInner, InGuest, Session,
+    InGuest,
     pump::{self, Pump, SIGKILL, START_LIMIT},
     spec,
 };
 use crate::{
     error::{Error, Result},
     guest::{plain, refusal, within},
-    node::{Node, request},
-    records::rfc3339,
+    node::Node,
     sandbox::Use,
     upload,
 };
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
+use keiki_api::{Control, ReadFrom, Session, request, rfc3339};
 use keiki_protocol::guest::{
     ExecInfo, ForgetRequest, InputChunk, ListExecsRequest, SignalRequest, exec_event::Event,
 };
@@ -32,15 +32,6 @@ use tokio_stream::wrappers::ReceiverStream;
 
 /// Words of a command line that are shown.
 const SHOWN_WORDS: usize = 256;
-
-/// Where to read a command from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum From {
-    /// These bytes of standard output and standard error on.
-    Offsets([u64; 2]),
-    /// So many bytes before the end of each.
-    Tail(u64),
-}
 
 impl Node {
     /// Starts a command that goes on without its caller.
@@ -103,11 +94,11 @@ impl Node {
     ///
     /// # Errors
     /// 400 if an offset is beyond what there is, 404, 409.
-    pub async fn attach_exec(&self, id: SandboxId, exec: &str, from: From) -> Result<Session> {
+    pub async fn attach_exec(&self, id: SandboxId, exec: &str, from: ReadFrom) -> Result<Session> {
         let session = Arc::new(InGuest::new(exec, self.inner.begin(id).await?, false)?);
         let offsets = match from {
-            From::Offsets(offsets) => offsets,
-            From::Tail(bytes) => {
+            ReadFrom::Offsets(offsets) => offsets,
+            ReadFrom::Tail(bytes) => {
                 let exec = get(&session.using, exec).await?;
                 [exec.stdout_bytes, exec.stderr_bytes].map(|end| end.saturating_sub(bytes))
             }
@@ -122,7 +113,7 @@ impl Node {
             Err(status) => return Err(session.using.explain(refusal(&status)).await),
         };
         let (send, events) = mpsc::channel(super::EVENTS_AHEAD);
-        let control = Control { inner: Arc::clone(&session) as _ };
+        let control = Arc::clone(&session) as Arc<dyn Control>;
         let exec = session.id.clone();
         tokio::spawn(Pump { session, send, offsets }.run(stream));
         Ok(Session { id: exec, offsets, events: ReceiverStream::new(events).boxed(), control })

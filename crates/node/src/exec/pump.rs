@@ -1,11 +1,12 @@
 //! Carries the events of one command from the guest to whoever listens.
 
-use super::{ControlInner, ExecEvent, InGuest};
+use super::InGuest;
 use crate::{
     error::{Error, Result},
     guest::{is_broken, plain, refusal, within},
 };
 use bytes::Bytes;
+use keiki_api::{Control, ExecEvent};
 use keiki_protocol::guest::{AttachRequest, ExecEvent as GuestEvent, ExecSpec, exec_event::Event};
 use keiki_sys::failpoint;
 use std::{sync::Arc, time::Duration};

@@ -221,7 +221,7 @@ impl Inner {
         };
         // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
         let descended = SandboxRecord { parent_snapshot_id: Some(id), ..sandbox.record() };
-        let request = once.map(|once| once.made([id]));
+        let request = once.map(|once| crate::once::record(once, [id]));
         self.records.put_all(vec![snapshot.clone()], vec![descended], request).await?;
         sandbox.update(|record| record.parent_snapshot_id = Some(id));
         clock.lap("record");
@@ -356,7 +356,7 @@ impl Inner {
             record.timings = Some(released_timings(own_clock, Some(taken.pause)));
             records.push(record);
         }
-        let request = once.map(|once| once.made(records.iter().map(|record| record.id)));
+        let request = once.map(|once| crate::once::record(once, records.iter().map(|record| record.id)));
         if let Err(error) = self.records.put_made(records.clone(), request).await {
             join_all(lives.iter().map(|(live, _)| self.end_unnamed(live))).await;
             self.forget(&records, &error).await;
@@ -455,7 +455,7 @@ impl Inner {
 
     /// Ends a machine that no sandbox has been told about.
     async fn end_unnamed(&self, live: &Live) {
-        let dir = &live.machine.paths().dir;
+        let dir = &live.machine.resources().dir;
         let id = dir.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
         if let Some(id) = id {
             self.end_live(id, live).await;

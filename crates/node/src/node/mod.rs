@@ -16,7 +16,6 @@ mod freeze;
 mod machine;
 mod observe;
 mod once;
-pub(crate) mod request;
 mod secrets;
 mod sources;
 mod stale;
@@ -29,17 +28,16 @@ use crate::{
     admission::{Admission, DiskRoom},
     error::{Error, Result},
     events::{Events, event},
-    key::Secret,
     locks::Locks,
     metrics::Metrics,
     once::Once,
-    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord},
     sandbox::{Live, Sandbox},
     store::Store,
 };
 use bytes::Bytes;
 use futures::stream::BoxStream;
+use keiki_api::{Previews, Secret, request};
 use keiki_engine::Engine;
 use keiki_net::Slots;
 use keiki_types::{

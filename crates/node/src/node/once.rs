@@ -3,7 +3,7 @@
 use super::Inner;
 use crate::{
     error::{Error, Result},
-    once::Once,
+    once::{Once, is_recorded},
 };
 use keiki_types::{
     SandboxId, SnapshotId,
@@ -64,7 +64,7 @@ impl Inner {
         let turn = self.requests.of(once.key().into()).write_owned().await;
         let made = match self.records.request(once.key()).await? {
             None => None,
-            Some(record) if once.is(&record) => Some(record.made),
+            Some(record) if is_recorded(once, &record) => Some(record.made),
             Some(_) => {
                 return Err(Error::KeyTaken(
                     "this Idempotency-Key was used for another request: send a new key with a new request"

@@ -12,11 +12,11 @@ use crate::{
     key,
     locks::Locks,
     metrics::Metrics,
-    preview::Previews,
     records::{Records, SandboxRecord, SnapshotRecord, TemplateRecord},
     sandbox::{Live, Sandbox},
     store::{Store, make_dir},
 };
+use keiki_api::Previews;
 use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
 use keiki_sys::failpoint;
@@ -62,7 +62,9 @@ impl Node {
         let records = Records::open(&store.database())?;
         let events = Events::open(&store.events())?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
-        let previews = Previews::open(&store.preview_key(), &config.preview_suffix, trusts_all)?;
+        let preview_key = key::secret(&store.preview_key())
+            .map_err(|cause| Error::internal("cannot read or make the secret of previews", cause))?;
+        let previews = Previews::new(preview_key, &config.preview_suffix, trusts_all)?;
         let request_key = key::secret(&store.request_key())
             .map_err(|cause| Error::internal("cannot read or make the key of named requests", cause))?;
         let (engine, capabilities) = choose_engine(&config, &store).await?;
@@ -94,7 +96,7 @@ impl Node {
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
-        inner.engine.adoption_finished();
+        inner.engine.all_adopted();
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
         tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })

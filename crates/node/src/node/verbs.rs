@@ -196,7 +196,7 @@ impl Inner {
             timings: Some(released_timings(clock, None)),
             ..record
         };
-        let request = once.map(|once| once.made([record.id]));
+        let request = once.map(|once| crate::once::record(once, [record.id]));
         if let Err(error) = self.records.put_made(vec![record.clone()], request).await {
             self.end_live(record.id, &live).await;
             self.forget(&[record], &error).await;

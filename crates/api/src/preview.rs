@@ -1,0 +1,172 @@
+//! Who may look at which port of which sandbox: the domain of previews, and the seal on links to them.
+//!
+//! A link is for people: a browser sends no key. So it carries a *pass*, which says until when it is good and is sealed
+//! by a secret of this node, together with the sandbox and port that it is for. It opens that one port and nothing
+//! of the API. Nothing is recorded for it, so it cannot be called back before its time: keep times short.
+
+use crate::{Error, Result, Secret};
+use keiki_types::SandboxId;
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+/// A name in the domain has this before it: `65535-`, an id and a dot. A whole name has 253 characters.
+const LONGEST_SUFFIX: usize = 253 - 6 - 36 - 1;
+
+/// The previews of a node. Cheap to clone.
+#[derive(Clone)]
+pub struct Previews {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    suffix: String,
+    secret: Secret,
+    open: bool,
+}
+
+/// Which port of which sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Target {
+    /// The sandbox.
+    pub id: SandboxId,
+    /// The port inside it.
+    pub port: u16,
+}
+
+impl Previews {
+    /// Previews in the domain `suffix`. `open`: this node asks for no key.
+    ///
+    /// # Errors
+    /// If the suffix is not a domain name.
+    pub fn new(secret: Secret, suffix: &str, open: bool) -> Result<Self> {
+        let suffix = checked(suffix)?;
+        Ok(Self { inner: Arc::new(Inner { suffix, secret, open }) })
+    }
+
+    /// Nobody is asked for a key.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.inner.open
+    }
+
+    /// The host name of a preview.
+    #[must_use]
+    pub fn host(&self, target: Target) -> String {
+        format!("{}-{}.{}", target.port, target.id, self.inner.suffix)
+    }
+
+    /// The preview that a host name means, if it is one: `PORT-ID.SUFFIX`, without a port behind it.
+    #[must_use]
+    pub fn named(&self, host: &str) -> Option<Target> {
+        let host = host.to_ascii_lowercase();
+        let label = host.strip_suffix(&self.inner.suffix)?.strip_suffix('.')?;
+        let (port, id) = label.split_once('-')?;
+        // One spelling: another would be another origin to a browser.
+        let port = port.parse().ok().filter(|number: &u16| *number > 0 && number.to_string() == port)?;
+        let id = id.parse::<SandboxId>().ok().filter(|known| known.to_string() == id)?;
+        Some(Target { id, port })
+    }
+
+    /// A pass for a preview, good until then.
+    #[must_use]
+    pub fn pass(&self, target: Target, until: SystemTime) -> String {
+        let until = until.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        format!("{until}.{}", self.seal(target, until).to_hex())
+    }
+
+    /// How long a pass is still good for this preview; None if it is not.
+    #[must_use]
+    pub fn admits(&self, target: Target, pass: &str) -> Option<Duration> {
+        let (until, seal) = pass.split_once('.')?;
+        let until = until.parse().ok()?;
+        // Compared in constant time.
+        let is_ours = blake3::Hash::from_hex(seal).is_ok_and(|seal| seal == self.seal(target, until));
+        let end = UNIX_EPOCH.checked_add(Duration::from_secs(until))?;
+        let left = end.duration_since(SystemTime::now()).ok()?;
+        is_ours.then_some(left)
+    }
+
+    fn seal(&self, target: Target, until: u64) -> blake3::Hash {
+        let what = format!("keiki preview {} {} {until}", target.id, target.port);
+        blake3::keyed_hash(&self.inner.secret, what.as_bytes())
+    }
+}
+
+fn checked(suffix: &str) -> Result<String> {
+    let suffix = suffix.to_ascii_lowercase();
+    let is_label = |label: &str| {
+        !label.is_empty()
+            && label.len() <= 63
+            && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    };
+    if suffix.len() <= LONGEST_SUFFIX && suffix.split('.').all(is_label) {
+        return Ok(suffix);
+    }
+    Err(Error::Invalid(format!(
+        "preview suffix {suffix:?} is no domain name: it must be like preview.example.com"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Previews, Target, checked};
+    use keiki_types::SandboxId;
+    use std::time::{Duration, SystemTime};
+
+    #[test]
+    fn a_pass_opens_one_port_of_one_sandbox_for_a_while() -> anyhow::Result<()> {
+        let previews = Previews::new([1; 32], "localhost", false)?;
+        let target = Target { id: SandboxId::new(), port: 8000 };
+        let pass = previews.pass(target, SystemTime::now() + Duration::from_secs(60));
+        assert!(previews.admits(target, &pass).is_some_and(|left| left <= Duration::from_secs(60)));
+        // The same after a restart, and of no other node.
+        assert!(Previews::new([1; 32], "localhost", false)?.admits(target, &pass).is_some());
+        let other = Previews::new([2; 32], "localhost", false)?;
+        assert!(other.admits(target, &pass).is_none());
+        assert!(previews.admits(Target { port: 8001, ..target }, &pass).is_none());
+        assert!(previews.admits(Target { id: SandboxId::new(), ..target }, &pass).is_none());
+        let late = pass.replacen(|c: char| c.is_ascii_digit(), "9", 1);
+        for bad in ["", ".", "x", &late, &pass[..pass.len() - 1]] {
+            assert!(previews.admits(target, bad).is_none(), "{bad}");
+        }
+        let over = previews.pass(target, SystemTime::now() - Duration::from_secs(2));
+        assert!(previews.admits(target, &over).is_none());
+        Ok(())
+    }
+
+    #[test]
+    fn previews_have_one_name_each() -> anyhow::Result<()> {
+        let previews = Previews::new([1; 32], "Preview.Example.com", false)?;
+        let target = Target { id: "0190b7a0-0000-7000-8000-000000000001".parse()?, port: 80 };
+        let host = previews.host(target);
+        assert_eq!(host, "80-0190b7a0-0000-7000-8000-000000000001.preview.example.com");
+        assert_eq!(previews.named(&host.to_ascii_uppercase()), Some(target));
+        for bad in [
+            "preview.example.com",
+            ".preview.example.com",
+            "80.preview.example.com",
+            &host.replacen("80-", "080-", 1),
+            &host.replacen("80-", "0-", 1),
+            &host.replacen("80-", "65536-", 1),
+            &host.replacen("80-", "80-x.", 1),
+            &host.replace("-0000-7000-8000-", "000070008000"),
+            &format!("{host}.evil.example"),
+            &host.replace(".preview", "xpreview"),
+        ] {
+            assert_eq!(previews.named(bad), None, "{bad}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_suffix_is_a_domain() {
+        for good in ["localhost", "a.b-c.d"] {
+            assert!(checked(good).is_ok(), "{good}");
+        }
+        for bad in ["", ".", "a..b", ".a", "a b", "a/b", "a:1", "*.a", &"a".repeat(64), &"a.".repeat(150)] {
+            assert!(checked(bad).is_err(), "{bad}");
+        }
+    }
+}

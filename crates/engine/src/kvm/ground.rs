@@ -1,0 +1,96 @@
+//! What one copy of a machine owns, opened: a seat costs no process here.
+
+use super::Host;
+use crate::{
+    EngineError, Resources, Result,
+    console::files,
+    layers::{layer_path, make_layers_dir, make_top, new_name},
+    process::remove_file,
+    record::{AGENT, CONTROL, Layer},
+    users::hide,
+};
+use keiki_control::Role;
+use keiki_protocol::net::TAP;
+use keiki_snapshot::Format;
+use keiki_sys::{netns, tap};
+use std::{
+    fs::{File, Permissions},
+    os::{
+        fd::OwnedFd,
+        unix::{fs::PermissionsExt, net::UnixListener},
+    },
+    path::Path,
+};
+
+/// Everything that goes to a monitor with a boot or a thaw, but the lower layers.
+pub(super) struct Ground {
+    /// Name of the empty top layer.
+    pub(super) top: String,
+    files: Vec<(Role, OwnedFd)>,
+}
+
+impl Ground {
+    /// Makes and opens it. What was made before an error is cleared with the resources.
+    pub(super) fn prepare(host: &Host, resources: &Resources, disk_mib: u32) -> Result<Self> {
+        if host.config.common.first_user.is_some() {
+            hide(&resources.dir)?;
+            hide(&resources.run_dir)?;
+        }
+        make_layers_dir(&resources.dir)?;
+        let (control, agent) = (resources.run_dir.join(CONTROL), resources.run_dir.join(AGENT));
+        remove_file(&control)?;
+        remove_file(&agent)?;
+        let listener = keiki_control::listen(&control).map_err(super::control::failed)?;
+        let agent = UnixListener::bind(&agent).map_err(EngineError::at("listen at", &agent))?;
+        let (top, file) = new_top(host, &resources.dir, disk_mib)?;
+        let [log, _] = files(resources);
+        let console = File::options().read(true).write(true).create(true).truncate(false).open(&log);
+        let console = console.map_err(EngineError::at("open", &log))?;
+        let mut files = vec![
+            (Role::Listener, listener),
+            (Role::Top, file.into()),
+            (Role::Agent, agent.into()),
+            (Role::Console, console.into()),
+        ];
+        if let Some(netns) = &resources.netns {
+            let tap = netns::inside(netns, || tap::open_offloading(TAP));
+            files.push((Role::Tap, tap.map_err(EngineError::at("open the tap in", netns))?.into()));
+        }
+        Ok(Self { top, files })
+    }
+
+    /// All of it, with the lower layers that `dir` has.
+    pub(super) fn with_layers(self, dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, OwnedFd)>> {
+        let Self { mut files, .. } = self;
+        files.extend(open_layers(dir, layers)?);
+        Ok(files)
+    }
+}
+
+/// The lower layers, bottom first, to be read.
+pub(super) fn open_layers(dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, OwnedFd)>> {
+    let open = |layer: &Layer| {
+        let path = layer_path(dir, &layer.name);
+        let file = File::open(&path).map_err(EngineError::at("open", &path))?;
+        Ok((Role::Layer, file.into()))
+    };
+    layers.iter().map(open).collect()
+}
+
+/// An empty top layer. It stays root's: the monitor writes it through the descriptor, and has no name for it.
+pub(super) fn new_top(host: &Host, dir: &Path, disk_mib: u32) -> Result<(String, File)> {
+    let name = new_name(Format::Qcow2);
+    let path = layer_path(dir, &name);
+    make_top(&host.config.common, disk_mib, &path, None)?;
+    let file = File::options().read(true).write(true).open(&path);
+    let file = file.map_err(EngineError::at("open", &path))?;
+    file.set_permissions(Permissions::from_mode(0o600)).map_err(EngineError::at("close", &path))?;
+    Ok((name, file))
+}
+
+/// `/dev/kvm`, opened for a monitor.
+pub(super) fn kvm() -> Result<(Role, OwnedFd)> {
+    let path = Path::new("/dev/kvm");
+    let file = File::options().read(true).write(true).open(path).map_err(EngineError::at("open", path))?;
+    Ok((Role::Kvm, file.into()))
+}

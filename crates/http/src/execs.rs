@@ -1,0 +1,170 @@
+//! Commands that go on without their caller: started, listed, read again, written to, signalled, ended.
+
+use super::{
+    App,
+    errors::{self, Answer},
+    exec,
+    extract::{self, ExecPath, LARGE, Query, SandboxPath},
+    responses::{Any, Asked, Guest, Named, Told},
+    sse,
+    upload::Upload,
+};
+use axum::{
+    Json,
+    extract::{Request, State},
+    http::{HeaderMap, StatusCode},
+    response::Response,
+};
+use keiki_api::{Error, ReadFrom, Result};
+use keiki_types::api::execs::{Exec, ExecList, InputTaken, SignalExec, StartExec};
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+/// Sent by a client that lost an event stream: the id of the last event it got.
+const LAST_EVENT: &str = "last-event-id";
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct FromQuery {
+    /// Bytes of standard output to pass over.
+    stdout_offset: Option<u64>,
+    /// Bytes of standard error to pass over.
+    stderr_offset: Option<u64>,
+    /// Instead: so many bytes before the end of each.
+    tail: Option<u64>,
+}
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct InputQuery {
+    /// End the input after this.
+    #[serde(default, deserialize_with = "extract::flag")]
+    #[param(required = false)]
+    eof: bool,
+}
+
+/// Starts a command that goes on without its caller.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/execs", tag = "exec", operation_id = "start_exec",
+    params(("id" = String, Path, description = "The sandbox")), request_body = StartExec,
+    responses((status = 201, description = "It runs", body = Exec), Any, Told, Named, Guest))]
+pub(super) async fn start(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    extract::Json(request): extract::Json<StartExec, LARGE>,
+) -> Answer<(StatusCode, Json<Exec>)> {
+    Ok((StatusCode::CREATED, Json(app.api.start_exec(id, request).await?)))
+}
+
+/// All commands of the sandbox that run, and those that ended lately, oldest first.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/execs", tag = "exec", operation_id = "list_execs",
+    params(("id" = String, Path, description = "The sandbox")),
+    responses((status = 200, description = "Its commands", body = ExecList), Any, Named, Guest))]
+pub(super) async fn list(State(app): State<App>, SandboxPath(id): SandboxPath) -> Answer<Json<ExecList>> {
+    Ok(Json(ExecList { items: app.api.execs(id).await? }))
+}
+
+/// One command.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}", tag = "exec", operation_id = "get_exec",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
+    responses((status = 200, description = "The command", body = Exec), Any, Named, Guest))]
+pub(super) async fn get(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+) -> Answer<Json<Exec>> {
+    Ok(Json(app.api.get_exec(id, &exec).await?))
+}
+
+/// Kills what still runs of a command and forgets it.
+#[utoipa::path(delete, path = "/v1/sandboxes/{id}/execs/{exec}", tag = "exec", operation_id = "delete_exec",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
+    responses((status = 204, description = "Gone"), Any, Named, Guest))]
+pub(super) async fn delete(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+) -> Answer<StatusCode> {
+    app.api.remove_exec(id, &exec).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Reads a command: what it wrote from the offsets on, then what comes, at last its exit. Events are those of
+/// `exec/stream`, with `offset`; their ids are taken back as `Last-Event-ID`. Leaving does not end the command.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/stream", tag = "exec", operation_id = "attach_exec",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
+        FromQuery),
+    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
+        Any, Asked, Named, Guest))]
+pub(super) async fn attach(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+    Query(query): Query<FromQuery>,
+    headers: HeaderMap,
+) -> Answer<Response> {
+    let last = headers.get(LAST_EVENT).and_then(|value| value.to_str().ok()).map(event_id).transpose()?;
+    let from = match (last, query.tail) {
+        (Some(offsets), _) => ReadFrom::Offsets(offsets),
+        (None, Some(_)) if query.stdout_offset.is_some() || query.stderr_offset.is_some() => {
+            return Err(Error::Invalid("give offsets or tail, not both".into()).into());
+        }
+        (None, Some(tail)) => ReadFrom::Tail(tail),
+        (None, None) => {
+            ReadFrom::Offsets([query.stdout_offset.unwrap_or(0), query.stderr_offset.unwrap_or(0)])
+        }
+    };
+    Ok(sse::response(exec::resumable(app.api.attach_exec(id, &exec, from).await?)))
+}
+
+fn event_id(text: &str) -> Result<[u64; 2]> {
+    let both = text.split_once('-').and_then(|(out, err)| Some([out.parse().ok()?, err.parse().ok()?]));
+    both.ok_or_else(|| {
+        Error::Invalid(format!("Last-Event-ID must be the id of an event, not {:?}", errors::shown(text)))
+    })
+}
+
+/// Sends a signal to every process of a command.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/execs/{exec}/signal", tag = "exec", operation_id = "signal_exec",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
+    request_body = SignalExec,
+    responses((status = 204, description = "Sent"), Any, Told, Named, Guest))]
+pub(super) async fn signal(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+    extract::Json(request): extract::Json<SignalExec>,
+) -> Answer<StatusCode> {
+    app.api.signal_exec(id, &exec, request.signal).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Writes to a command's standard input, or its terminal. Answers when all was taken.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/execs/{exec}/stdin", tag = "exec", operation_id = "write_exec",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
+        InputQuery),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 200, description = "Taken", body = InputTaken), Any, Asked, Named, Guest))]
+pub(super) async fn stdin(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+    Query(query): Query<InputQuery>,
+    request: Request,
+) -> Answer<Json<InputTaken>> {
+    let body = Upload::of(request);
+    let taken = app.api.write_exec(id, &exec, body.chunks(), query.eof).await;
+    Ok(Json(InputTaken { bytes: body.settle(taken)? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::event_id;
+
+    #[test]
+    fn event_ids_are_two_offsets() {
+        assert_eq!(event_id("12-0").ok(), Some([12, 0]));
+        for bad in ["", "12", "-", "1-", "-1", "1-2-3", "1 - 2", "99999999999999999999-0"] {
+            assert!(event_id(bad).is_err(), "{bad}");
+        }
+    }
+}

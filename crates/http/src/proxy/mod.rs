@@ -1,0 +1,115 @@
+//! Previews: what listens in a sandbox, through the node.
+//!
+//! ```text
+//!   /v1/sandboxes/ID/proxy/PORT/…   by path: on the API's own origin, with a key      for programs
+//!   PORT-ID.SUFFIX/…                by host: an origin of its own, with a pass        for browsers
+//!        │ access: may it?   headers: what each side is told   forward: dial, send, carry
+//!        ▼
+//!   HTTP/1.1 over a connection to the guest's port (`Node::dial`), one for each request; wakes the sandbox
+//! ```
+//!
+//! A guest is hostile and so is the page it serves. What must hold: the guest never gets the node's key or a pass; its
+//! page never acts on the API with what its user's browser has. By path it would share the API's origin, so every answer
+//! carries `Content-Security-Policy: sandbox`, which gives the page an origin that is nobody's. By host the origin is
+//! its own, and nothing of the API is served there. docs/SECURITY.md tells the whole of it.
+
+mod access;
+mod forward;
+mod headers;
+mod pass;
+
+pub(super) use forward::{FromGuest, Peer};
+pub(super) use headers::Outside;
+pub(super) use pass::PASS;
+
+use super::{
+    App,
+    errors::{Answer, Failure},
+    extract::{PortPath, SandboxPath},
+    responses::{Any, Guest, Named},
+};
+use axum::{
+    extract::{Request, State},
+    http::{HeaderMap, StatusCode, Uri, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use keiki_api::Target;
+use keiki_types::api::ErrorBody;
+
+/// Routes by path, beside the documented one.
+pub(super) const BY_PATH: [&str; 3] = [
+    "/v1/sandboxes/{id}/proxy/{port}",
+    "/v1/sandboxes/{id}/proxy/{port}/",
+    "/v1/sandboxes/{id}/proxy/{port}/{*path}",
+];
+/// What requests by host are counted as.
+pub(super) const BY_HOST: &str = "preview";
+/// Slashes before what the guest is asked for.
+const SLASHES: usize = 6;
+
+/// A request that was made to a preview's own host.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ByHost;
+
+/// Passes a request on to a port of a sandbox, and its answer back: any method, streamed both ways, WebSockets too.
+/// Wakes a hibernated sandbox. The answer is whatever the guest says, but 401, 403, 502 and 503 with an `error` are mostly
+/// the node's.
+#[utoipa::path(method(get, post, put, patch, delete), path = "/v1/sandboxes/{id}/proxy/{port}/{path}",
+    tag = "previews", operation_id = "proxy",
+    params(("id" = String, Path, description = "The sandbox"), ("port" = u16, Path, description = "1 to 65535"),
+        ("path" = String, Path, description = "What the guest is asked for")),
+    responses((status = "default", description = "What the guest answers"), Any, Named, Guest,
+        (status = 400, description = "There is no such port", body = ErrorBody),
+        (status = 502, description = "Nothing listens there, or it speaks no HTTP", body = ErrorBody)))]
+pub(super) async fn by_path(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    PortPath(port): PortPath,
+    request: Request,
+) -> Answer<Response> {
+    let path = request.uri().path();
+    let Some((at, _)) = path.match_indices('/').nth(SLASHES - 1) else {
+        // Without the slash a page's relative links would lead elsewhere.
+        return Ok(access::onward(
+            StatusCode::PERMANENT_REDIRECT,
+            &format!("{path}/{}", query_of(request.uri())),
+        ));
+    };
+    let prefix = path[..at].to_owned();
+    let outside = Outside::of(request.headers(), prefix);
+    Ok(forward::forward(&app, Target { id, port }, outside, request, pass::Credentials::ByPath).await?)
+}
+
+/// Takes requests to hosts that are previews; all others go on to the API.
+pub(super) async fn by_host(State(app): State<App>, request: Request, next: Next) -> Response {
+    let previews = app.api.previews();
+    let Some(target) = host_of(request.headers(), request.uri()).and_then(|host| previews.named(host)) else {
+        return next.run(request).await;
+    };
+    let answered = match access::by_host(&app, &previews, target, &request) {
+        Ok(access::Verdict::Come(credentials)) => {
+            let outside = Outside::of(request.headers(), String::new());
+            forward::forward(&app, target, outside, request, credentials).await
+        }
+        Ok(access::Verdict::Answer(answer)) => Ok(answer),
+        Err(error) => Err(error),
+    };
+    let mut response = answered.unwrap_or_else(|error| Failure::from(error).into_response());
+    response.extensions_mut().insert(ByHost);
+    response
+}
+
+/// The host that a request is for, without its port.
+fn host_of<'a>(headers: &'a HeaderMap, uri: &'a Uri) -> Option<&'a str> {
+    let whole = match headers.get(header::HOST) {
+        Some(host) => host.to_str().ok()?,
+        None => uri.authority()?.as_str(),
+    };
+    Some(whole.rsplit_once(':').map_or(whole, |(host, _)| host))
+}
+
+/// The query with its mark, or nothing.
+fn query_of(uri: &Uri) -> String {
+    uri.query().map(|query| format!("?{query}")).unwrap_or_default()
+}

@@ -1,0 +1,42 @@
+//! What lets a request in to a preview, and how it is spelled.
+
+/// The pass in a link.
+pub(crate) const PASS: &str = "keiki_pass";
+/// The pass once it was used. Where a browser came over TLS it takes one of this name from this very host alone, so that
+/// no other host of the domain can put another in its place.
+pub(super) const PASS_COOKIE: &str = "keiki_preview";
+pub(super) const PASS_COOKIE_TLS: &str = "__Host-keiki_preview";
+/// A key in a query, where the API takes one.
+const ACCESS_TOKEN: &str = "access_token";
+
+/// What let a request in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Credentials {
+    /// A key, at the API.
+    ByPath,
+    /// A key in `Authorization`, at the preview's host.
+    Key,
+    /// Something else: `Authorization` is the guest's.
+    Pass,
+}
+
+impl Credentials {
+    pub(super) fn leaves_authorization(self) -> bool {
+        self == Self::Pass
+    }
+
+    /// The query parameter that is not the guest's to see.
+    pub(super) fn hides(self) -> &'static str {
+        if self == Self::ByPath { ACCESS_TOKEN } else { PASS }
+    }
+}
+
+/// Is this cookie the node's?
+pub(super) fn is_pass(pair: &str) -> bool {
+    [PASS_COOKIE, PASS_COOKIE_TLS].contains(&cookie_name(pair))
+}
+
+/// A cookie's name in `name=value`.
+pub(super) fn cookie_name(pair: &str) -> &str {
+    pair.split_once('=').map_or(pair, |(name, _)| name).trim()
+}

@@ -1,0 +1,264 @@
+//! A terminal in a sandbox, over a WebSocket.
+//!
+//! Binary frames are bytes, both ways. Text frames are JSON: from the client `{"resize":{"cols":c,"rows":r}}`,
+//! `{"signal":n}`, `{"eof":true}` or `{"detach":true}`; from the node `{"error":"…"}`, and last `{"exit_code":n}` or
+//! `{"detached":true}`. Input and output run side by side, so that a program that reads nothing does not stop what
+//! it writes. Whoever ends first ends both. A client that leaves without a word ends the command, unless it asked to
+//! `keep` it or had come to one that ran already.
+
+use super::{
+    App,
+    alive::{DEAD_AFTER, pings},
+    errors,
+    errors::Answer,
+    exec::EXEC,
+    extract::{self, ExecPath, Query, SandboxPath},
+    responses::{Any, Asked, Guest, Named},
+    sse,
+};
+use axum::{
+    extract::{
+        State, WebSocketUpgrade,
+        ws::{Message, WebSocket},
+    },
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use futures::{
+    SinkExt, StreamExt,
+    stream::{BoxStream, SplitSink, SplitStream},
+};
+use keiki_api::{Control, Error, ExecEvent, ReadFrom, Result, Session, request};
+use keiki_types::api::{ErrorBody, ExecRequest};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use tracing::Instrument;
+use utoipa::IntoParams;
+
+/// Largest message of a client.
+const LARGEST: usize = 1 << 20;
+/// What is run where nothing is asked for.
+const SHELL: &str = r#"exec "$(command -v bash || command -v sh)" -l"#;
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct PtyQuery {
+    /// Columns, 1 to 1000; default 80.
+    cols: Option<u32>,
+    /// Rows, 1 to 1000; default 24.
+    rows: Option<u32>,
+    /// A line for the shell; default a login shell.
+    cmd: Option<String>,
+    /// Working directory; default the user's home.
+    cwd: Option<String>,
+    /// User name or `uid[:gid]`; default root.
+    user: Option<String>,
+    /// Let the command go on when the connection is lost: it can be attached to again.
+    #[serde(default, deserialize_with = "extract::flag")]
+    #[param(required = false)]
+    keep: bool,
+}
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AttachQuery {
+    /// Bytes of output to pass over.
+    offset: Option<u64>,
+    /// Instead: so many bytes before the end; default 65536.
+    tail: Option<u64>,
+}
+
+/// Enough to see what was on the screen.
+const DEFAULT_TAIL: u64 = 64 << 10;
+
+/// Runs a command in a terminal, over a WebSocket. Binary frames are its input and output. Text frames are JSON:
+/// `{"resize":{"cols":c,"rows":r}}`, `{"signal":n}`, `{"eof":true}` and `{"detach":true}` from the client, `{"error":"…"}` and
+/// last `{"exit_code":n}` or `{"detached":true}` from the node. The header `X-Keiki-Exec` of the answer names the command.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/exec/pty", tag = "exec", operation_id = "exec_pty",
+    params(("id" = String, Path, description = "The sandbox"), PtyQuery),
+    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+        (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
+pub(super) async fn open(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    Query(query): Query<PtyQuery>,
+    upgrade: WebSocketUpgrade,
+) -> Answer<Response> {
+    let request = ExecRequest {
+        cmd: Some(query.cmd.unwrap_or_else(|| SHELL.into())),
+        cwd: query.cwd,
+        user: query.user,
+        ..ExecRequest::default()
+    };
+    let size = (query.cols.unwrap_or(80), query.rows.unwrap_or(24));
+    let session = app.api.exec(id, request, Some(size)).await?;
+    if query.keep {
+        session.control.leave();
+    }
+    Ok(upgraded(upgrade, session, app))
+}
+
+/// Comes back to a command on its terminal, over a WebSocket that is like that of `exec/pty`. Whoever was there until
+/// now is told so and leaves. Leaving does not end the command.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/pty", tag = "exec", operation_id = "attach_pty",
+    params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
+        AttachQuery),
+    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+        (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
+pub(super) async fn attach(
+    State(app): State<App>,
+    SandboxPath(id): SandboxPath,
+    ExecPath(exec): ExecPath,
+    Query(query): Query<AttachQuery>,
+    upgrade: WebSocketUpgrade,
+) -> Answer<Response> {
+    let from = match query.offset {
+        Some(_) if query.tail.is_some() => {
+            return Err(Error::Invalid("give offset or tail, not both".into()).into());
+        }
+        Some(offset) => ReadFrom::Offsets([offset, 0]),
+        None => ReadFrom::Tail(query.tail.unwrap_or(DEFAULT_TAIL)),
+    };
+    let session = app.api.attach_exec(id, &exec, from).await?;
+    Ok(upgraded(upgrade, session, app))
+}
+
+fn upgraded(upgrade: WebSocketUpgrade, session: Session, app: App) -> Response {
+    let span = tracing::Span::current();
+    let name = [(EXEC, session.id.clone())];
+    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
+    (name, upgrade.on_upgrade(move |socket| serve(socket, session, app).instrument(span))).into_response()
+}
+
+async fn serve(socket: WebSocket, session: Session, app: App) {
+    let (mut to_client, from_client) = socket.split();
+    let Session { events, control, .. } = session;
+    let left = tokio::select! {
+        () = output(events, &mut to_client) => false,
+        left = input(from_client, control) => left,
+        () = app.closing.cancelled() => false,
+    };
+    if left {
+        // A client that is gone already does not miss it.
+        let _ = to_client.send(Message::Text(r#"{"detached":true}"#.into())).await;
+        let _ = to_client.close().await;
+    }
+}
+
+#[derive(Serialize)]
+struct Exit {
+    exit_code: i32,
+}
+
+async fn output(
+    mut events: BoxStream<'static, Result<ExecEvent>>,
+    client: &mut SplitSink<WebSocket, Message>,
+) {
+    let mut pings = pings();
+    loop {
+        let event = tokio::select! {
+            event = events.next() => event,
+            _ = pings.tick() => {
+                if client.send(Message::Ping(Bytes::new())).await.is_err() {
+                    return;
+                }
+                continue;
+            }
+        };
+        let failure = match event {
+            Some(Ok(ExecEvent::Stdout { data, .. } | ExecEvent::Stderr { data, .. })) => {
+                if client.send(Message::Binary(data)).await.is_err() {
+                    return;
+                }
+                continue;
+            }
+            Some(Ok(ExecEvent::Exit { code, message, .. })) => {
+                if !message.is_empty() {
+                    // A client that has left does not miss it.
+                    let _ = client.send(Message::Binary(format!("{message}\r\n").into())).await;
+                }
+                let exit = sse::ascii_json(&Exit { exit_code: code });
+                let _ = client.send(Message::Text(exit.into())).await;
+                break;
+            }
+            Some(Err(error)) => error,
+            None => {
+                Error::internal("the sandbox ended while the command ran", anyhow::anyhow!("no exit came"))
+            }
+        };
+        let _ = client.send(complaint(&failure)).await;
+        break;
+    }
+    let _ = client.close().await;
+}
+
+fn complaint(error: &Error) -> Message {
+    Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error), console: None }).into())
+}
+
+/// What a client's text frame asks for.
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Wish {
+    Resize { cols: u32, rows: u32 },
+    Signal(i32),
+    Eof(bool),
+    Detach(bool),
+}
+
+/// Carries what the client sends. True: it leaves, and the command goes on.
+async fn input(mut client: SplitStream<WebSocket>, control: Arc<dyn Control>) -> bool {
+    while let Ok(Some(Ok(message))) = tokio::time::timeout(DEAD_AFTER, client.next()).await {
+        let done = match message {
+            Message::Binary(bytes) => control.input(bytes, false).await,
+            Message::Text(text) => match wish(&text) {
+                Ok(Wish::Resize { cols, rows }) => control.resize(cols, rows).await,
+                Ok(Wish::Signal(signal)) => control.signal(signal).await,
+                Ok(Wish::Eof(true)) => control.input(Bytes::new(), true).await,
+                Ok(Wish::Detach(true)) => {
+                    control.leave();
+                    return true;
+                }
+                Ok(Wish::Eof(false) | Wish::Detach(false)) => Ok(()),
+                Err(error) => Err(error),
+            },
+            Message::Ping(_) | Message::Pong(_) => Ok(()),
+            Message::Close(_) => return false,
+        };
+        if let Err(error) = done {
+            // Nonsense, or the command does not take input any more: its output may go on.
+            tracing::debug!("a terminal's input was dropped: {error}");
+        }
+    }
+    false
+}
+
+fn wish(text: &str) -> Result<Wish> {
+    match serde_json::from_str(text).map_err(|error| Error::Invalid(error.to_string()))? {
+        Wish::Resize { cols, rows } => request::terminal(cols, rows).map(|_| Wish::Resize { cols, rows }),
+        Wish::Signal(signal) if !(1..=64).contains(&signal) => {
+            Err(Error::Invalid(format!("no signal {signal}")))
+        }
+        wish => Ok(wish),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Wish, wish};
+
+    #[test]
+    fn wishes_are_read_and_nonsense_refused() {
+        assert_eq!(
+            wish(r#"{"resize":{"cols":120,"rows":40}}"#).ok(),
+            Some(Wish::Resize { cols: 120, rows: 40 })
+        );
+        assert_eq!(wish(r#"{"signal":2}"#).ok(), Some(Wish::Signal(2)));
+        assert_eq!(wish(r#"{"eof":true}"#).ok(), Some(Wish::Eof(true)));
+        assert_eq!(wish(r#"{"detach":true}"#).ok(), Some(Wish::Detach(true)));
+        for bad in ["", "x", "{}", r#"{"signal":0}"#, r#"{"signal":65}"#, r#"{"resize":{"cols":0,"rows":1}}"#]
+        {
+            assert!(wish(bad).is_err(), "{bad}");
+        }
+    }
+}
