@@ -48,7 +48,7 @@ fn shape(memory_mib: u32) -> Shape {
 /// Asks a shell in the guest until it answers.
 async fn first_output(machine: &dyn Machine) -> Result<()> {
     let mut stream = UnixStream::connect(machine.agent_socket()).await?;
-    let mark = format!("<<{}>>", machine.resources().dir.display());
+    let mark = format!("<<{}>>", machine.paths().dir.display());
     let question = format!("echo '{mark}'\n");
     let asking = async {
         let (mut seen, mut buffer) = (Vec::<u8>::new(), [0_u8; 4096]);
@@ -72,9 +72,9 @@ async fn boot(lab: &Lab, memory_mib: u32) -> Result<(Box<dyn Machine>, f64)> {
 }
 
 async fn boot_as(lab: &Lab, spec: BootSpec) -> Result<(Box<dyn Machine>, f64)> {
-    let resources = lab.resources()?;
+    let paths = lab.paths()?;
     let begun = Instant::now();
-    let machine = lab.engine.boot(&spec, resources).await?;
+    let machine = lab.engine.boot(&spec, paths).await?;
     first_output(machine.as_ref()).await?;
     Ok((machine, ms(begun.elapsed())))
 }
@@ -123,11 +123,11 @@ async fn creates(lab: &Lab) -> Result<(Vec<f64>, StepSamples)> {
     template.stop().await?;
     let (mut samples, mut steps) = (Vec::new(), StepSamples::default());
     for _ in 0..SAMPLES {
-        let resources = lab.resources()?;
+        let paths = lab.paths()?;
         let begun = Instant::now();
-        let seat = lab.engine.seat(frozen.image(), resources).await?;
-        steps.add("seat", begun.elapsed());
-        let (machine, of_thaw) = frozen.thaw(seat).await?;
+        let prepared = lab.engine.prepare(frozen.image(), paths).await?;
+        steps.add("prepare", begun.elapsed());
+        let (machine, of_thaw) = frozen.thaw(prepared).await?;
         let thawed = Instant::now();
         first_output(machine.as_ref()).await?;
         samples.push(ms(begun.elapsed()));

@@ -3,7 +3,7 @@
 //! Best effort: a host without them runs monitors without these limits, and [`note`] says so to `doctor`.
 //! A group is named after the machine's directory, so that whoever clears the machine up finds it.
 
-use crate::Resources;
+use crate::VmPaths;
 use keiki_types::Shape;
 use std::{
     fs, io,
@@ -22,17 +22,17 @@ const BACKGROUND: i32 = 10;
 const TASKS: u64 = 512;
 
 /// Puts a monitor into its group. Says on the log what could not be done, once it is not simply absent.
-pub(crate) fn confine(resources: &Resources, shape: Shape, pid: u32) {
+pub(crate) fn confine(paths: &VmPaths, shape: Shape, pid: u32) {
     if lacking(Path::new(ROOT)).is_some() {
         return;
     }
-    if let Err(error) = try_confine(Path::new(ROOT), resources, shape, pid) {
+    if let Err(error) = try_confine(Path::new(ROOT), paths, shape, pid) {
         tracing::warn!(pid, %error, "a monitor runs without memory and task limits");
     }
 }
 
-fn try_confine(root: &Path, resources: &Resources, shape: Shape, pid: u32) -> io::Result<()> {
-    let group = group(root, resources);
+fn try_confine(root: &Path, paths: &VmPaths, shape: Shape, pid: u32) -> io::Result<()> {
+    let group = group(root, paths);
     fs::create_dir_all(&group)?;
     for above in [root, &root.join(OURS)] {
         enable(above, &CONTROLLERS)?;
@@ -44,8 +44,8 @@ fn try_confine(root: &Path, resources: &Resources, shape: Shape, pid: u32) -> io
 }
 
 /// Removes a monitor's group. It must have ended; a group that is still busy stays, empty, and costs nothing.
-pub(crate) fn remove(resources: &Resources) {
-    remove_group(&group(Path::new(ROOT), resources));
+pub(crate) fn remove(paths: &VmPaths) {
+    remove_group(&group(Path::new(ROOT), paths));
 }
 
 fn remove_group(group: &Path) {
@@ -57,8 +57,8 @@ fn remove_group(group: &Path) {
     }
 }
 
-fn group(root: &Path, resources: &Resources) -> PathBuf {
-    root.join(OURS).join(name(&resources.dir))
+fn group(root: &Path, paths: &VmPaths) -> PathBuf {
+    root.join(OURS).join(name(&paths.dir))
 }
 
 /// Name of the group of whoever has this directory.
@@ -186,22 +186,22 @@ fn lacking(root: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::{LineageGroup, group, lacking, try_confine};
-    use crate::Resources;
+    use crate::VmPaths;
     use keiki_types::Shape;
     use std::fs;
 
     #[test]
     fn limits_are_written_where_there_are_controllers() -> std::io::Result<()> {
         let root = tempfile::tempdir()?;
-        let resources = Resources { dir: "/store/m".into(), run_dir: "/run/m".into(), netns: None };
+        let paths = VmPaths { dir: "/store/m".into(), run_dir: "/run/m".into(), netns: None };
         assert_eq!(lacking(root.path()).as_deref(), Some("no cgroup v2"));
         fs::write(root.path().join("cgroup.controllers"), "cpu memory\n")?;
         assert_eq!(lacking(root.path()).as_deref(), Some("cgroup v2 without its pids controller"));
         fs::write(root.path().join("cgroup.controllers"), "cpu memory pids\n")?;
         assert_eq!(lacking(root.path()), None);
         fs::write(root.path().join("cgroup.subtree_control"), "memory pids\n")?;
-        try_confine(root.path(), &resources, Shape { vcpus: 1, memory_mib: 512, disk_mib: 1 }, 77)?;
-        let group = group(root.path(), &resources);
+        try_confine(root.path(), &paths, Shape { vcpus: 1, memory_mib: 512, disk_mib: 1 }, 77)?;
+        let group = group(root.path(), &paths);
         let read = |name: &str| fs::read_to_string(group.join(name));
         assert_eq!((read("memory.max")?, read("pids.max")?), ((1_u64 << 30).to_string(), "512".into()));
         assert_eq!(read("cgroup.procs")?, "77");

@@ -1,6 +1,6 @@
 //! What a guest wrote to its serial console, as files of its machine.
 
-use crate::Resources;
+use crate::VmPaths;
 use std::{
     fs::File,
     io::{Read, Seek, SeekFrom},
@@ -8,13 +8,13 @@ use std::{
 };
 
 /// The log's file, and the older one before it, if the engine has one.
-pub(crate) fn files(resources: &Resources) -> [PathBuf; 2] {
-    [resources.dir.join("console.log"), resources.dir.join("console.log.1")]
+pub(crate) fn files(paths: &VmPaths) -> [PathBuf; 2] {
+    [paths.dir.join("console.log"), paths.dir.join("console.log.1")]
 }
 
 /// The last bytes, at most `limit`.
-pub(crate) fn tail(resources: &Resources, limit: usize) -> Vec<u8> {
-    let [path, older] = files(resources);
+pub(crate) fn tail(paths: &VmPaths, limit: usize) -> Vec<u8> {
+    let [path, older] = files(paths);
     let mut bytes = last_of(&path, limit);
     if bytes.len() < limit {
         let mut before = last_of(&older, limit - bytes.len());

@@ -12,10 +12,9 @@
 //!                               snapshot directory
 //! ```
 //!
-//! Starting a monitor costs more than filling it, so it may be done ahead: a [`Seat`] is a monitor process
-//! that waits, in its own network namespace and with its own empty disk layer, for a frozen machine to be
-//! thawed into it. A seat is bound to a memory [`Image`], which may exist before its contents do: that is how
-//! a fork starts its children's monitors while the parent still runs.
+//! Starting a monitor costs more than filling it, so it is done ahead: a [`PreparedVm`] has its network, its
+//! empty disk layer and its sockets, and waits for a frozen machine to be thawed into it. It is bound to a memory
+//! [`Image`], which may exist before its contents do: a fork prepares its children while the parent still runs.
 //!
 //! Nothing here knows sandboxes, templates, users or HTTP.
 
@@ -29,6 +28,7 @@ mod error;
 mod files;
 pub mod kvm;
 mod layers;
+mod prepared;
 mod process;
 pub mod qemu;
 mod record;
@@ -37,13 +37,13 @@ mod users;
 
 pub use common::Common;
 pub use error::{EngineError, Result};
+pub use prepared::PreparedVm;
 pub use users::{FIRST_USER, USERS};
 
 use async_trait::async_trait;
 use keiki_types::{EngineKind, Shape, api::MemoryUse};
 use serde::{Deserialize, Serialize};
 use std::{
-    any::Any,
     borrow::Cow,
     path::{Path, PathBuf},
     sync::Arc,
@@ -65,10 +65,10 @@ pub struct BootSpec {
     pub cmdline: String,
 }
 
-/// What one copy of a machine owns alone. Whoever makes it makes the directories; the engine fills them and
+/// The paths that one copy of a machine owns. The caller makes the directories; the engine fills them, and
 /// [`Machine::stop`] leaves nothing of the engine's behind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Resources {
+pub struct VmPaths {
     /// On the store: memory image, disk layers, console log, the engine's record of the machine.
     pub dir: PathBuf,
     /// For sockets. Short: a socket's path has at most 107 bytes.
@@ -86,9 +86,7 @@ pub struct Steps(pub Vec<(Cow<'static, str>, Duration)>);
 pub struct FreezeReport {
     /// From the vCPUs parked to the vCPUs running again.
     pub vcpu_pause: Duration,
-    /// Bytes of RAM written out.
-    pub private_bytes: u64,
-    /// In order.
+    /// What was done, in order.
     pub steps: Steps,
 }
 
@@ -115,14 +113,14 @@ pub trait Engine: Send + Sync {
     async fn probe(&self) -> Capabilities;
 
     /// Starts a machine from nothing. Returns once its vCPUs run.
-    async fn boot(&self, spec: &BootSpec, resources: Resources) -> Result<Box<dyn Machine>>;
+    async fn boot(&self, spec: &BootSpec, paths: VmPaths) -> Result<Box<dyn Machine>>;
 
-    /// Names a memory image in `dir` that a freeze will fill, so that seats can be made before it. `dir` is
+    /// Names a memory image in `dir` that a freeze will fill, so that VMs can be prepared before it. `dir` is
     /// new, empty, and on the store.
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image>;
 
-    /// Starts a monitor that waits for a thaw of what `image` holds or will hold.
-    async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>>;
+    /// Prepares a VM for a thaw of what `image` holds or will hold.
+    async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm>;
 
     /// Opens a snapshot directory. Everything in it is checked before it is believed. Machines thawed from it share
     /// memory, as long as they do not write it, with those of the same files and scope.
@@ -131,13 +129,12 @@ pub trait Engine: Send + Sync {
     /// Nobody loads this directory any more: lets go what is kept for that. What was loaded can still be thawed.
     async fn forget(&self, _dir: &Path) {}
 
-    /// Finds a machine again that an earlier process of the node started with these resources. None if it
-    /// has ended; whatever it left in the resources is removed then.
-    async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>>;
+    /// Finds a machine again that an earlier process of the node started with these paths. None if it has ended:
+    /// then what it left there is removed.
+    async fn adopt(&self, paths: &VmPaths) -> Result<Option<Box<dyn Machine>>>;
 
-    /// Every machine that an earlier process of the node left was looked for with [`Engine::adopt`]: who is not known by now
-    /// never will be.
-    fn all_adopted(&self) {}
+    /// Adoption is complete: processes of the engine's users that belong to no adopted machine are killed.
+    fn adoption_finished(&self) {}
 
     /// Ends what the engine keeps for later. Machines run on, and frozen ones can still be thawed.
     async fn close(&self);
@@ -168,8 +165,8 @@ pub struct Image {
 /// A running or paused machine.
 #[async_trait]
 pub trait Machine: Send + Sync {
-    /// What it owns.
-    fn resources(&self) -> &Resources;
+    /// Its paths.
+    fn paths(&self) -> &VmPaths;
 
     /// vCPUs, RAM, disk size.
     fn shape(&self) -> Shape;
@@ -185,7 +182,7 @@ pub trait Machine: Send + Sync {
     /// Durable only after [`Frozen::persist`].
     async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)>;
 
-    /// Ends the machine at once and removes what the engine put into its resources. Done already: no error.
+    /// Ends the machine at once and removes what the engine put into its directories. Done already: no error.
     async fn stop(&self) -> Result<()>;
 
     /// Resolves when the machine has ended by itself or by [`Machine::stop`]; says how, for people.
@@ -194,32 +191,14 @@ pub trait Machine: Send + Sync {
     /// Host memory behind it.
     async fn memory(&self) -> Result<MemoryUse>;
 
-    /// CPU time that its monitor has used. None: this engine does not measure it.
-    async fn cpu_time(&self) -> Result<Option<Duration>> {
-        Ok(None)
-    }
+    /// CPU time that its monitor has used. None: it has ended.
+    async fn cpu_time(&self) -> Result<Option<Duration>>;
 
     /// Unix stream socket of the agent port. One connection at a time.
     fn agent_socket(&self) -> PathBuf;
 
     /// The last bytes the guest wrote to its console, at most `limit`.
     async fn console(&self, limit: usize) -> Vec<u8>;
-}
-
-/// A monitor that waits. Dropping it without [`Seat::cancel`] ends the process all the same.
-#[async_trait]
-pub trait Seat: Send + Sync {
-    /// What it owns.
-    fn resources(&self) -> &Resources;
-
-    /// Still waiting?
-    fn is_alive(&self) -> bool;
-
-    /// Ends the process and removes what the engine put into its resources.
-    async fn cancel(self: Box<Self>);
-
-    /// For the engine that made it, which takes it back in [`Frozen::thaw`].
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send>;
 }
 
 /// A machine at one instant, on this node. Costs no CPU. Dropping it frees nothing on disk: whoever owns the
@@ -229,8 +208,8 @@ pub trait Frozen: Send + Sync {
     /// Its directory and shape.
     fn image(&self) -> &Image;
 
-    /// Makes a new machine in `seat`. Returns once its vCPUs run. On error the seat is gone.
-    async fn thaw(&self, seat: Box<dyn Seat>) -> Result<(Box<dyn Machine>, Steps)>;
+    /// Makes a new machine of a prepared VM. Returns once its vCPUs run. On error the prepared VM is gone.
+    async fn thaw(&self, prepared: PreparedVm) -> Result<(Box<dyn Machine>, Steps)>;
 
     /// Makes the directory a durable, self-contained snapshot: everything flushed, manifest last.
     async fn persist(&self) -> Result<keiki_snapshot::Manifest>;

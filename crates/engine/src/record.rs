@@ -1,6 +1,6 @@
 //! What a later process of the node must know to find a machine again: `machine.json`.
 
-use crate::{EngineError, Resources, Result, process::remove_file};
+use crate::{EngineError, Result, VmPaths, process::remove_file};
 use keiki_snapshot::Format;
 use keiki_types::Shape;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use tokio::sync::Mutex;
 /// Version of the schema.
 pub(crate) const VERSION: u32 = 1;
 
-/// Sockets in [`Resources::run_dir`]: the control socket of `keiki-vmm`.
+/// Sockets in [`VmPaths::run_dir`]: the control socket of `keiki-vmm`.
 pub(crate) const CONTROL: &str = "control.sock";
 /// QEMU's.
 pub(crate) const QMP: &str = "qmp.sock";
@@ -18,7 +18,7 @@ pub(crate) const QMP: &str = "qmp.sock";
 pub(crate) const AGENT: &str = "agent.sock";
 /// The serial console, where the monitor does not log it by itself.
 pub(crate) const CONSOLE: &str = "console.sock";
-/// Where QEMU writes its device state to, in [`Resources::dir`].
+/// Where QEMU writes its device state to, in [`VmPaths::dir`].
 pub(crate) const SAVED: &str = "device.state";
 
 /// One layer of a machine's disk.
@@ -50,7 +50,7 @@ pub(crate) struct Record {
     pub(crate) unsure: bool,
     /// Parked by its user; otherwise whoever finds it parked lets it run.
     pub(crate) paused: bool,
-    /// A seat: nothing was thawed into it yet.
+    /// A prepared VM: nothing was thawed into it yet.
     pub(crate) waiting: bool,
     /// The user its monitor runs as; none: it is not jailed.
     #[serde(default)]
@@ -58,13 +58,13 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    pub(crate) fn path(resources: &Resources) -> PathBuf {
-        resources.dir.join("machine.json")
+    pub(crate) fn path(paths: &VmPaths) -> PathBuf {
+        paths.dir.join("machine.json")
     }
 
     /// Replaces the record as a whole. Not flushed: a crash of the host ends the machine too.
-    pub(crate) fn save(&self, resources: &Resources) -> Result<()> {
-        let path = Self::path(resources);
+    pub(crate) fn save(&self, paths: &VmPaths) -> Result<()> {
+        let path = Self::path(paths);
         let new = path.with_extension("json.new");
         let text = serde_json::to_vec(self)
             .map_err(std::io::Error::from)
@@ -76,8 +76,8 @@ impl Record {
     }
 
     /// None if there is none that can be read: then there is no machine.
-    pub(crate) fn load(resources: &Resources) -> Option<Self> {
-        let text = std::fs::read(Self::path(resources)).ok()?;
+    pub(crate) fn load(paths: &VmPaths) -> Option<Self> {
+        let text = std::fs::read(Self::path(paths)).ok()?;
         serde_json::from_slice::<Self>(&text).ok().filter(|record| record.version == VERSION)
     }
 }
@@ -86,42 +86,42 @@ impl Record {
 /// fulfils it.
 pub(crate) async fn set_paused(
     record: &Mutex<Record>,
-    resources: &Resources,
+    paths: &VmPaths,
     paused: bool,
     order: impl Future<Output = Result<()>>,
 ) -> Result<()> {
     let mut record = record.lock().await;
     let before = std::mem::replace(&mut record.paused, paused);
-    record.save(resources)?;
+    record.save(paths)?;
     let done = order.await;
     if done.is_err() {
         record.paused = before;
-        record.save(resources)?;
+        record.save(paths)?;
     }
     done
 }
 
-/// Removes everything that the engine keeps in a machine's resources.
-pub(crate) fn clear(resources: &Resources) -> Result<()> {
-    let record = Record::path(resources);
-    let [log, older] = crate::console::files(resources);
-    let memory = resources.dir.join(keiki_snapshot::MEMORY_FILE);
-    let [state, saved] = [keiki_snapshot::STATE_FILE, SAVED].map(|name| resources.dir.join(name));
+/// Removes everything that the engine keeps in a machine's paths.
+pub(crate) fn clear(paths: &VmPaths) -> Result<()> {
+    let record = Record::path(paths);
+    let [log, older] = crate::console::files(paths);
+    let memory = paths.dir.join(keiki_snapshot::MEMORY_FILE);
+    let [state, saved] = [keiki_snapshot::STATE_FILE, SAVED].map(|name| paths.dir.join(name));
     let files: [&Path; 6] = [&record.with_extension("json.new"), &log, &older, &memory, &state, &saved];
     for file in files {
         remove_file(file)?;
     }
     for socket in [CONTROL, QMP, AGENT, CONSOLE] {
-        remove_file(&resources.run_dir.join(socket))?;
+        remove_file(&paths.run_dir.join(socket))?;
     }
-    let layers = resources.dir.join(keiki_snapshot::LAYERS_DIR);
+    let layers = paths.dir.join(keiki_snapshot::LAYERS_DIR);
     match std::fs::remove_dir_all(&layers) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(EngineError::at("remove", &layers)(error));
         }
         _ => {}
     }
-    crate::cgroup::remove(resources);
+    crate::cgroup::remove(paths);
     // Last: while it is there, whoever looks knows that something may be left.
     remove_file(&record)
 }

@@ -4,7 +4,7 @@
 //! seldom meet. Base files are root's: a monitor can read them through names or descriptors it is given, and
 //! write none.
 
-use crate::{Common, EngineError, Resources, Result, layers::make_layers_dir};
+use crate::{Common, EngineError, Result, VmPaths, layers::make_layers_dir};
 use std::{
     collections::BTreeSet,
     fs::{self, Permissions},
@@ -59,13 +59,13 @@ impl Drop for User {
 }
 
 /// A user for a new monitor, if this engine jails. Its directories are closed to everybody else.
-pub(crate) fn settle(common: &Common, users: &Users, resources: &Resources) -> Result<Option<User>> {
+pub(crate) fn settle(common: &Common, users: &Users, paths: &VmPaths) -> Result<Option<User>> {
     let Some(first) = common.first_user else { return Ok(None) };
     let none = || EngineError::Monitor("has no user number left to run as".into());
     let user = users.draw(first).ok_or_else(none)?;
-    close(&resources.run_dir, 0o700, None)?;
-    make_layers_dir(&resources.dir)?;
-    for dir in [resources.dir.clone(), resources.dir.join(keiki_snapshot::LAYERS_DIR)] {
+    close(&paths.run_dir, 0o700, None)?;
+    make_layers_dir(&paths.dir)?;
+    for dir in [paths.dir.clone(), paths.dir.join(keiki_snapshot::LAYERS_DIR)] {
         close(&dir, 0o710, Some(user.id))?;
     }
     Ok(Some(user))

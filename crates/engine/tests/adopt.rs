@@ -44,20 +44,20 @@ async fn a_machine_is_found_again_and_frozen() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let mut guest = lab.boot().await?;
     guest.sh("echo mine > /tmp/name").await?;
-    let resources = guest.machine.resources().clone();
+    let paths = guest.machine.paths().clone();
     drop(guest);
     let engine = another_engine(&lab)?;
-    let machine = engine.adopt(&resources).await?.context("not found")?;
+    let machine = engine.adopt(&paths).await?.context("not found")?;
     let mut guest = Guest::connect(machine).await?;
     assert_eq!(guest.sh("cat /tmp/name").await?, "mine");
     let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
     let mut child = lab.thaw(frozen.as_ref()).await?;
-    let child_resources = child.machine.resources().clone();
+    let child_paths = child.machine.paths().clone();
     assert_eq!(child.sh("cat /tmp/name").await?, "mine");
     // Once more, and after both were paused by their user and the parent ended behind our back.
     child.machine.pause().await?;
     drop(child);
-    let machine = engine.adopt(&child_resources).await?.context("child not found")?;
+    let machine = engine.adopt(&child_paths).await?.context("child not found")?;
     machine.resume().await?;
     let mut child = Guest::connect(machine).await?;
     assert_eq!(child.sh("cat /tmp/name").await?, "mine");
@@ -65,13 +65,13 @@ async fn a_machine_is_found_again_and_frozen() -> Result<()> {
     let how = tokio::time::timeout(Duration::from_secs(10), guest.machine.ended()).await?;
     assert!(how.contains("guest-shutdown") || how.contains("guest-reset"), "{how}");
     drop(guest);
-    assert!(engine.adopt(&resources).await?.is_none());
-    assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
-    assert_eq!(fs::read_dir(&resources.dir)?.count(), 1, "only the run directory is left");
+    assert!(engine.adopt(&paths).await?.is_none());
+    assert_eq!(fs::read_dir(&paths.run_dir)?.count(), 0);
+    assert_eq!(fs::read_dir(&paths.dir)?.count(), 1, "only the run directory is left");
     assert_eq!(child.sh("cat /tmp/name").await?, "mine");
     child.machine.stop().await?;
     child.machine.stop().await?;
-    assert!(engine.adopt(&child_resources).await?.is_none());
+    assert!(engine.adopt(&child_paths).await?.is_none());
     Ok(())
 }
 
@@ -79,14 +79,14 @@ async fn a_machine_is_found_again_and_frozen() -> Result<()> {
 async fn a_recycled_number_is_not_taken_for_the_machine() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let guest = lab.boot().await?;
-    let resources = guest.machine.resources().clone();
-    let record = resources.dir.join("machine.json");
+    let paths = guest.machine.paths().clone();
+    let record = paths.dir.join("machine.json");
     let mut value: Value = serde_json::from_slice(&fs::read(&record)?)?;
     guest.machine.stop().await?;
     let mut bystander = std::process::Command::new("sleep").arg("60").spawn()?;
     value["pid"] = bystander.id().into();
     fs::write(&record, value.to_string())?;
-    assert!(another_engine(&lab)?.adopt(&resources).await?.is_none());
+    assert!(another_engine(&lab)?.adopt(&paths).await?.is_none());
     assert!(bystander.try_wait()?.is_none(), "a stranger was killed");
     bystander.kill()?;
     bystander.wait()?;
@@ -99,17 +99,17 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
     let Some(lab) = qemu_lab()? else { return Ok(()) };
     let mut guest = lab.boot().await?;
     guest.sh("echo one | dd of=/dev/vda bs=4096 seek=1 conv=fsync 2>/dev/null").await?;
-    let resources = guest.machine.resources().clone();
+    let paths = guest.machine.paths().clone();
     for switched in [false, true] {
         drop(guest);
-        let record = resources.dir.join("machine.json");
+        let record = paths.dir.join("machine.json");
         let mut value: Value = serde_json::from_slice(&fs::read(&record)?)?;
         let next = format!("{:032x}.qcow2", 7 + u32::from(switched));
         let node = format!("n{:028x}", 7 + u32::from(switched));
         let old = value["top_node"].as_str().context("no top")?.to_owned();
         value["next_top"] = next.clone().into();
         fs::write(&record, value.to_string())?;
-        let path = resources.dir.join("layers").join(&next);
+        let path = paths.dir.join("layers").join(&next);
         fs::copy(lab.dir.path().join("store/empty-256.qcow2"), &path)?;
         // As the engine does: the monitor's own, and named as it sees it.
         let seen = match value["user"].as_u64() {
@@ -126,8 +126,8 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
         if switched {
             commands.push(("blockdev-snapshot", json!({"node": old, "overlay": node})));
         }
-        qmp(&resources.run_dir, &commands)?;
-        let machine = another_engine(&lab)?.adopt(&resources).await?.context("not found")?;
+        qmp(&paths.run_dir, &commands)?;
+        let machine = another_engine(&lab)?.adopt(&paths).await?.context("not found")?;
         guest = Guest::connect(machine).await?;
         assert_eq!(path.exists(), switched);
         let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
@@ -141,17 +141,17 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
     Ok(())
 }
 
-/// A seat whose engine is gone belongs to nobody: it is ended.
+/// A prepared VM that no engine holds any more is ended.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_seat_is_ended() -> Result<()> {
+async fn a_forgotten_prepared_vm_is_ended() -> Result<()> {
     let Some(lab) = qemu_lab()? else { return Ok(()) };
     let guest = lab.boot().await?;
     let image = lab.engine.image(&lab.fresh("f")?, guest::SHAPE).await?;
-    let resources = lab.resources()?;
-    let seat = lab.engine.seat(&image, resources.clone()).await?;
-    std::mem::forget(seat);
-    assert!(another_engine(&lab)?.adopt(&resources).await.is_ok_and(|found| found.is_none()));
-    assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
+    let paths = lab.paths()?;
+    let prepared = lab.engine.prepare(&image, paths.clone()).await?;
+    std::mem::forget(prepared);
+    assert!(another_engine(&lab)?.adopt(&paths).await.is_ok_and(|found| found.is_none()));
+    assert_eq!(fs::read_dir(&paths.run_dir)?.count(), 0);
     guest.machine.stop().await?;
     Ok(())
 }

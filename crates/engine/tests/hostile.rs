@@ -23,7 +23,7 @@ async fn a_console_flood_fills_nothing() -> Result<()> {
     guest.sh("(while :; do dd if=/dev/zero of=/dev/ttyS0 bs=64k count=16; done) >/dev/null 2>&1 &").await?;
     let logs = |machine: &dyn Machine| -> Result<u64> {
         let mut bytes = 0;
-        for entry in fs::read_dir(&machine.resources().dir)? {
+        for entry in fs::read_dir(&machine.paths().dir)? {
             let entry = entry?;
             if entry.file_name().to_string_lossy().starts_with("console.log") {
                 bytes += entry.metadata()?.len();
@@ -70,11 +70,11 @@ async fn guests_that_die_in_a_freeze_are_reported() -> Result<()> {
         let how = timeout(HANG, guest.machine.ended()).await?;
         ensure!(!how.is_empty());
         guest.machine.stop().await?;
-        ensure!(fs::read_dir(&guest.machine.resources().dir)?.count() == 1, "{end}: files are left");
+        ensure!(fs::read_dir(&guest.machine.paths().dir)?.count() == 1, "{end}: files are left");
         // What was frozen in time may hold a guest about to end. It starts, or is refused, and goes.
         if let Some(last) = frozen.pop() {
-            let seat = lab.engine.seat(last.image(), lab.resources()?).await?;
-            if let Ok((machine, _)) = timeout(HANG, last.thaw(seat)).await? {
+            let prepared = lab.engine.prepare(last.image(), lab.paths()?).await?;
+            if let Ok((machine, _)) = timeout(HANG, last.thaw(prepared)).await? {
                 machine.stop().await?;
             }
         }
@@ -113,9 +113,9 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
         [("nothing", &[][..]), ("noise", &noise), ("a beginning", cut), ("noise behind its head", &headed)]
     {
         let frozen = lab.engine.load(&forged(&lab, &good, forgery)?, SharingScope::Node).await?;
-        let resources = lab.resources()?;
-        let seat = lab.engine.seat(frozen.image(), resources.clone()).await?;
-        match timeout(HANG, frozen.thaw(seat)).await.with_context(|| format!("{what}: hangs"))? {
+        let paths = lab.paths()?;
+        let prepared = lab.engine.prepare(frozen.image(), paths.clone()).await?;
+        match timeout(HANG, frozen.thaw(prepared)).await.with_context(|| format!("{what}: hangs"))? {
             Ok(_) => bail!("{what}: it was believed"),
             Err(error) => {
                 let said = format!("{error:#}");
@@ -127,16 +127,16 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
                 ensure!(said.len() < 600 && !said.contains(char::is_control), "{what}: {said:?}");
             }
         }
-        ensure!(fs::read_dir(&resources.dir)?.count() == 1, "{what}: files are left");
+        ensure!(fs::read_dir(&paths.dir)?.count() == 1, "{what}: files are left");
     }
     // Single bytes: some are free, as values of registers are. None may hang or harm the engine.
     for at in (0..state.len()).step_by(state.len() / 12 + 1) {
         let mut bent = state.clone();
         *bent.get_mut(at).context("too short")? ^= 0xff;
         let frozen = lab.engine.load(&forged(&lab, &good, &bent)?, SharingScope::Node).await?;
-        let seat = lab.engine.seat(frozen.image(), lab.resources()?).await?;
+        let prepared = lab.engine.prepare(frozen.image(), lab.paths()?).await?;
         if let Ok((machine, _)) =
-            timeout(HANG, frozen.thaw(seat)).await.with_context(|| format!("byte {at}: hangs"))?
+            timeout(HANG, frozen.thaw(prepared)).await.with_context(|| format!("byte {at}: hangs"))?
         {
             machine.stop().await?;
         }

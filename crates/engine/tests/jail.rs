@@ -17,7 +17,7 @@ use std::{
 };
 
 fn pid(guest: &Guest) -> Result<u32> {
-    let record = fs::read(guest.machine.resources().dir.join("machine.json"))?;
+    let record = fs::read(guest.machine.paths().dir.join("machine.json"))?;
     let record: serde_json::Value = serde_json::from_slice(&record)?;
     Ok(u32::try_from(record["pid"].as_u64().context("no pid")?)?)
 }
@@ -85,13 +85,13 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
             ensure!(known.iter().any(|known| name == *known), "{name:?} of the host is in reach");
         }
         // Whatever is reachable and not the host's system is the machine's directory.
-        let mine = fs::metadata(&guest.machine.resources().dir)?;
+        let mine = fs::metadata(&guest.machine.paths().dir)?;
         let there = fs::metadata(proc(pid, "root/m"))?;
         assert_eq!(
             (mine.dev(), mine.ino(), mine.uid(), mine.mode() & 0o777),
             (there.dev(), there.ino(), 0, 0o710)
         );
-        let run = fs::metadata(&guest.machine.resources().run_dir)?;
+        let run = fs::metadata(&guest.machine.paths().run_dir)?;
         assert_eq!((run.uid(), run.mode() & 0o777), (0, 0o700));
     }
     assert_eq!(users.len(), 2, "siblings share a user");
@@ -131,7 +131,7 @@ async fn base_files_are_no_monitors_to_write() -> Result<()> {
             ensure!(!open.contains(&id) && !before.contains(&id), "{} can be written", file.display());
         }
         // The names in its own directory are those files too.
-        for entry in fs::read_dir(guest.machine.resources().dir.join("layers"))? {
+        for entry in fs::read_dir(guest.machine.paths().dir.join("layers"))? {
             let meta = entry?.metadata()?;
             ensure!(meta.uid() == 0 || open.contains(&(meta.dev(), meta.ino())));
         }
@@ -160,15 +160,15 @@ async fn what_the_jail_costs() -> Result<()> {
     for _ in 0..15 {
         for (engine, times) in [&jailed, &plain].into_iter().zip(&mut times) {
             let started = Instant::now();
-            let seat = engine.seat(&image, lab.resources()?).await?;
+            let prepared = engine.prepare(&image, lab.paths()?).await?;
             times.push(started.elapsed());
-            seat.cancel().await;
+            prepared.cancel().await;
         }
     }
     let [jailed, plain] = times.map(|mut times| {
         times.sort();
         times.get(times.len() / 2).copied().unwrap_or(Duration::ZERO)
     });
-    eprintln!("a seat, median of 15: jailed {jailed:?}, not jailed {plain:?}");
+    eprintln!("a prepared VM, median of 15: jailed {jailed:?}, not jailed {plain:?}");
     Ok(())
 }

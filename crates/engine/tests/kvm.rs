@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, ensure};
 use keiki_engine::{
-    BootSpec, Common, Engine, EngineError, FIRST_USER, Frozen, Machine, Resources, SharingScope, USERS,
+    BootSpec, Common, Engine, EngineError, FIRST_USER, Frozen, Machine, SharingScope, USERS, VmPaths,
     kvm::{Kvm, KvmConfig},
 };
 use keiki_sys::process::Process;
@@ -110,11 +110,11 @@ impl Lab {
         Ok(dir)
     }
 
-    fn resources(&self) -> Result<Resources> {
+    fn paths(&self) -> Result<VmPaths> {
         let dir = self.fresh("m")?;
         let run_dir = dir.join("run");
         fs::create_dir(&run_dir)?;
-        Ok(Resources { dir, run_dir, netns: None })
+        Ok(VmPaths { dir, run_dir, netns: None })
     }
 
     async fn boot(&self) -> Result<Box<dyn Machine>> {
@@ -126,7 +126,7 @@ impl Lab {
             disk: at("disk.raw"),
             cmdline: String::new(),
         };
-        Ok(self.engine.boot(&spec, self.resources()?).await?)
+        Ok(self.engine.boot(&spec, self.paths()?).await?)
     }
 
     async fn freeze(&self, machine: &dyn Machine) -> Result<Held> {
@@ -135,8 +135,8 @@ impl Lab {
     }
 
     async fn thaw(&self, frozen: &dyn Frozen) -> Result<Box<dyn Machine>> {
-        let seat = self.engine.seat(frozen.image(), self.resources()?).await?;
-        Ok(frozen.thaw(seat).await?.0)
+        let prepared = self.engine.prepare(frozen.image(), self.paths()?).await?;
+        Ok(frozen.thaw(prepared).await?.0)
     }
 
     /// Thaws, and kills the zygote when it was picked and cannot have made a machine. It is the only process but these.
@@ -144,24 +144,24 @@ impl Lab {
         &self,
         frozen: &Held,
         others: &[u32],
-    ) -> Result<(keiki_engine::Result<Box<dyn Machine>>, Resources)> {
+    ) -> Result<(keiki_engine::Result<Box<dyn Machine>>, VmPaths)> {
         let zygotes = self.processes()?.into_iter().filter(|pid| !others.contains(pid));
         let [zygote] = zygotes.collect::<Vec<_>>()[..] else { anyhow::bail!("not one zygote") };
         let zygote = Process::open(zygote)?.context("gone")?;
         let pid = rustix::process::Pid::from_raw(zygote.pid().try_into()?).context("none")?;
         rustix::process::kill_process(pid, rustix::process::Signal::STOP)?;
-        let resources = self.resources()?;
-        let seat = self.engine.seat(frozen.image(), resources.clone()).await?;
+        let paths = self.paths()?;
+        let prepared = self.engine.prepare(frozen.image(), paths.clone()).await?;
         let held = Arc::clone(frozen);
-        let thaw = tokio::spawn(async move { held.thaw(seat).await });
+        let thaw = tokio::spawn(async move { held.thaw(prepared).await });
         // The memory under the machine is linked once the zygote is picked.
         let begun = Instant::now();
-        while !resources.dir.join("vm.mem").exists() {
+        while !paths.dir.join("vm.mem").exists() {
             ensure!(begun.elapsed() < PATIENCE, "no zygote is picked");
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         zygote.kill()?;
-        Ok((thaw.await?.map(|(machine, _)| machine), resources))
+        Ok((thaw.await?.map(|(machine, _)| machine), paths))
     }
 
     /// The engine of a later process of the node.
@@ -239,7 +239,7 @@ async fn beyond(machine: &dyn Machine, count: u32) -> Result<u32> {
 
 fn pid(machine: &dyn Machine) -> Result<u32> {
     let record: serde_json::Value =
-        serde_json::from_slice(&fs::read(machine.resources().dir.join("machine.json"))?)?;
+        serde_json::from_slice(&fs::read(machine.paths().dir.join("machine.json"))?)?;
     Ok(u32::try_from(record["pid"].as_u64().context("no pid")?)?)
 }
 
@@ -281,8 +281,8 @@ async fn copies_go_on_from_the_instant_and_outlive_everybody() -> Result<()> {
     beyond(machine.as_ref(), instant + 4).await?;
     for machine in children.iter().chain([&machine]) {
         machine.stop().await?;
-        assert_eq!(fs::read_dir(&machine.resources().dir)?.count(), 1, "only the run directory is left");
-        assert_eq!(fs::read_dir(&machine.resources().run_dir)?.count(), 0);
+        assert_eq!(fs::read_dir(&machine.paths().dir)?.count(), 1, "only the run directory is left");
+        assert_eq!(fs::read_dir(&machine.paths().run_dir)?.count(), 0);
     }
     lab.all_gone().await
 }
@@ -370,11 +370,11 @@ async fn a_thaw_outlives_the_zygote_of_stored_files() -> Result<()> {
     let parent = lab.boot().await?;
     beyond(parent.as_ref(), 3).await?;
     let fresh = lab.freeze(parent.as_ref()).await?;
-    let (thawed, resources) = lab.thaw_without_zygote(&fresh, &[pid(parent.as_ref())?]).await?;
+    let (thawed, paths) = lab.thaw_without_zygote(&fresh, &[pid(parent.as_ref())?]).await?;
     let error = thawed.map(drop).err().context("thawed off nothing")?;
     assert!(error.to_string().contains("cannot be talked to"), "{error}");
-    assert_eq!(fs::read_dir(&resources.dir)?.count(), 1, "only the run directory is left");
-    assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
+    assert_eq!(fs::read_dir(&paths.dir)?.count(), 1, "only the run directory is left");
+    assert_eq!(fs::read_dir(&paths.run_dir)?.count(), 0);
 
     let frozen = lab.freeze(parent.as_ref()).await?;
     let instant = last(parent.as_ref()).await;
@@ -441,16 +441,16 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
     }
     machine.stop().await?;
     // The next one is given it before it runs.
-    let seat = lab.engine.seat(stored.image(), lab.resources()?).await?;
-    let (machine, steps) = stored.thaw(seat).await?;
+    let prepared = lab.engine.prepare(stored.image(), lab.paths()?).await?;
+    let (machine, steps) = stored.thaw(prepared).await?;
     ensure!(steps.0.iter().any(|(name, _)| name == "vmm_pages"), "nothing is given ahead: {steps:?}");
     beyond(machine.as_ref(), count + 2).await?;
     machine.stop().await?;
     drop(stored);
     // One that shares with nobody is not told what others touched.
     let alone = lab.engine.load(&dir, SharingScope::None).await?;
-    let seat = lab.engine.seat(alone.image(), lab.resources()?).await?;
-    let (machine, steps) = alone.thaw(seat).await?;
+    let prepared = lab.engine.prepare(alone.image(), lab.paths()?).await?;
+    let (machine, steps) = alone.thaw(prepared).await?;
     ensure!(!steps.0.iter().any(|(name, _)| name == "vmm_pages"), "{steps:?}");
     machine.stop().await?;
     drop(alone);
@@ -497,7 +497,7 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     let frozen = lab.freeze(machine.as_ref()).await?;
     let child = lab.thaw(frozen.as_ref()).await?;
     let lost = lab.thaw(frozen.as_ref()).await?;
-    let [one, two, three] = [&machine, &child, &lost].map(|machine| machine.resources().clone());
+    let [one, two, three] = [&machine, &child, &lost].map(|machine| machine.paths().clone());
     child.pause().await?;
     let lost_pid = pid(lost.as_ref())?;
     drop((machine, child, lost, frozen));
@@ -521,7 +521,7 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
     assert!(report.vcpu_pause > Duration::ZERO && !report.steps.0.is_empty());
     let memory = machine.memory().await?;
     assert!(memory.rss_bytes >= memory.pss_bytes && memory.guest_bytes == 64 << 20, "{memory:?}");
-    let again = frozen.thaw(engine.seat(frozen.image(), lab.resources()?).await?).await?.0;
+    let again = frozen.thaw(engine.prepare(frozen.image(), lab.paths()?).await?).await?.0;
     drop(frozen);
     for machine in [machine, child, again] {
         machine.stop().await?;
@@ -535,8 +535,8 @@ async fn a_later_node_finds_machines_and_ends_what_was_not_recorded() -> Result<
 async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let machine = lab.boot().await?;
-    let resources = machine.resources().clone();
-    let path = resources.dir.join("machine.json");
+    let paths = machine.paths().clone();
+    let path = paths.dir.join("machine.json");
     let record = || -> Result<serde_json::Value> { Ok(serde_json::from_slice(&fs::read(&path)?)?) };
     let layers = |record: &serde_json::Value| record["layers"].as_array().map_or(0, Vec::len);
     while layers(&record()?) < 8 {
@@ -544,7 +544,7 @@ async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
     }
     // This one is too many: they are made one behind our back.
     let aside = lab.fresh("aside")?;
-    for layer in fs::read_dir(resources.dir.join("layers"))? {
+    for layer in fs::read_dir(paths.dir.join("layers"))? {
         let layer = layer?;
         fs::hard_link(layer.path(), aside.join(layer.file_name()))?;
     }
@@ -552,14 +552,14 @@ async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
     let begun = Instant::now();
     let mut long = record()?;
     // Until the last of them is removed: two layers and the top are left.
-    while fs::read_dir(resources.dir.join("layers"))?.count() > 3 {
+    while fs::read_dir(paths.dir.join("layers"))?.count() > 3 {
         ensure!(begun.elapsed() < PATIENCE, "{} layers", layers(&record()?));
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     drop(machine);
     for name in long["layers"].as_array().context("no layers")? {
         let name = name["name"].as_str().context("no name")?;
-        let link = resources.dir.join("layers").join(name);
+        let link = paths.dir.join("layers").join(name);
         if !link.exists() {
             fs::hard_link(aside.join(name), link)?;
         }
@@ -567,11 +567,11 @@ async fn layers_that_were_made_one_unrecorded_are_told_apart() -> Result<()> {
     long["unsure"] = true.into();
     fs::write(&path, long.to_string())?;
 
-    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let machine = lab.another()?.adopt(&paths).await?.context("not found")?;
     let before = record()?;
     assert_eq!((layers(&before), &before["unsure"]), (9, &false.into()));
     // By their number it is told whether a freeze that failed had switched the disk.
-    let mut client = keiki_control::Client::connect(&resources.run_dir.join("control.sock"))?;
+    let mut client = keiki_control::Client::connect(&paths.run_dir.join("control.sock"))?;
     let reply = client.call(&keiki_control::Request::Hello, &[], PATIENCE)?.reply;
     let keiki_control::Reply::Hello(hello) = reply else { anyhow::bail!("{reply:?}") };
     assert_eq!(hello.layers, 9);
@@ -643,7 +643,7 @@ fn what_a_monitor_forks_unasked_goes_with_it() -> Result<()> {
     tokio::runtime::Runtime::new()?.block_on(unasked_in_a_later_node(&lab, user, left))
 }
 
-async fn unasked_in_a_first_node(lab: &Lab) -> Result<(u32, [Resources; 2])> {
+async fn unasked_in_a_first_node(lab: &Lab) -> Result<(u32, [VmPaths; 2])> {
     let parent = lab.boot().await?;
     beyond(parent.as_ref(), 1).await?;
     let user = status(pid(parent.as_ref())?, "Uid:")?.split(' ').next().context("no user")?.parse()?;
@@ -659,11 +659,11 @@ async fn unasked_in_a_first_node(lab: &Lab) -> Result<(u32, [Resources; 2])> {
         beyond(machine.as_ref(), count + 1).await?;
     }
     machine.stop().await?;
-    Ok((user, [&child, &other].map(|machine| machine.resources().clone())))
+    Ok((user, [&child, &other].map(|machine| machine.paths().clone())))
 }
 
 /// It does not know at once who is whose.
-async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [Resources; 2]) -> Result<()> {
+async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [VmPaths; 2]) -> Result<()> {
     let engine = lab.another()?;
     let machine = engine.adopt(&one).await?.context("not found")?;
     let stranger = Stranger::new(user, pid(machine.as_ref())?)?;
@@ -672,7 +672,7 @@ async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [Resources; 2
     // A control group tells whose it is.
     assert!(is_grouped() || stranger.0.is_alive(), "ended before all were found");
     let two = engine.adopt(&two).await?.context("a relative that was not found yet was ended")?;
-    engine.all_adopted();
+    engine.adoption_finished();
     stranger.ends().await?;
     let count = last(two.as_ref()).await;
     beyond(two.as_ref(), count + 1).await?;
@@ -685,8 +685,8 @@ async fn unasked_in_a_later_node(lab: &Lab, user: u32, [one, two]: [Resources; 2
 async fn a_freeze_cut_short_is_mended() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let machine = lab.boot().await?;
-    let resources = machine.resources().clone();
-    let path = resources.dir.join("machine.json");
+    let paths = machine.paths().clone();
+    let path = paths.dir.join("machine.json");
     let before = fs::read(&path)?;
     drop(lab.freeze(machine.as_ref()).await?);
     let after: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
@@ -694,18 +694,18 @@ async fn a_freeze_cut_short_is_mended() -> Result<()> {
     let mut record: serde_json::Value = serde_json::from_slice(&before)?;
     record["next_top"] = after["top"].clone();
     fs::write(&path, record.to_string())?;
-    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let machine = lab.another()?.adopt(&paths).await?.context("not found")?;
     let mended: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
     assert_eq!(mended, after, "it had switched");
     drop(machine);
     record = after.clone();
     record["next_top"] = "0123.qcow2".into();
-    fs::write(resources.dir.join("layers/0123.qcow2"), "")?;
+    fs::write(paths.dir.join("layers/0123.qcow2"), "")?;
     fs::write(&path, record.to_string())?;
-    let machine = lab.another()?.adopt(&resources).await?.context("not found")?;
+    let machine = lab.another()?.adopt(&paths).await?.context("not found")?;
     let mended: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
     assert_eq!(mended, after, "it had not");
-    assert!(!resources.dir.join("layers/0123.qcow2").exists());
+    assert!(!paths.dir.join("layers/0123.qcow2").exists());
     machine.stop().await?;
     lab.all_gone().await
 }
@@ -715,7 +715,7 @@ async fn a_long_disk_chain_becomes_short() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
     let machine = lab.boot().await?;
     let layers = |machine: &dyn Machine| -> Result<usize> {
-        let text = fs::read(machine.resources().dir.join("machine.json"))?;
+        let text = fs::read(machine.paths().dir.join("machine.json"))?;
         let record: serde_json::Value = serde_json::from_slice(&text)?;
         Ok(record["layers"].as_array().context("no layers")?.len())
     };
@@ -758,19 +758,19 @@ async fn what_fails_leaves_nothing() -> Result<()> {
     let machine = lab.boot().await?;
     beyond(machine.as_ref(), 1).await?;
     let frozen = lab.freeze(machine.as_ref()).await?;
-    // A seat that is given up, one that is dropped, one whose address is taken meanwhile.
-    let [one, two, three] = [lab.resources()?, lab.resources()?, lab.resources()?];
-    let seat = lab.engine.seat(frozen.image(), one.clone()).await?;
-    assert!(seat.is_alive());
-    seat.cancel().await;
-    drop(lab.engine.seat(frozen.image(), two.clone()).await?);
-    let seat = lab.engine.seat(frozen.image(), three.clone()).await?;
+    // A prepared VM that is cancelled, one that is dropped, one whose address is taken meanwhile.
+    let [one, two, three] = [lab.paths()?, lab.paths()?, lab.paths()?];
+    let prepared = lab.engine.prepare(frozen.image(), one.clone()).await?;
+    assert!(prepared.is_alive());
+    prepared.cancel().await;
+    drop(lab.engine.prepare(frozen.image(), two.clone()).await?);
+    let prepared = lab.engine.prepare(frozen.image(), three.clone()).await?;
     fs::remove_file(three.run_dir.join("control.sock"))?;
-    let thawed = frozen.thaw(seat).await.map(drop).map_err(|error| error.to_string());
+    let thawed = frozen.thaw(prepared).await.map(drop).map_err(|error| error.to_string());
     assert!(thawed.is_err(), "{thawed:?}");
-    for resources in [&one, &two, &three] {
-        assert_eq!(fs::read_dir(&resources.dir)?.count(), 1, "{}", resources.dir.display());
-        assert_eq!(fs::read_dir(&resources.run_dir)?.count(), 0);
+    for paths in [&one, &two, &three] {
+        assert_eq!(fs::read_dir(&paths.dir)?.count(), 1, "{}", paths.dir.display());
+        assert_eq!(fs::read_dir(&paths.run_dir)?.count(), 0);
     }
     // A kernel that is none, a state that is damaged in a way that only its reader can see.
     fs::write(lab.dir.path().join("kernel"), "no kernel")?;
@@ -842,7 +842,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         );
         complaints.insert(stderr);
         assert_eq!((status(pid, "NoNewPrivs:")?, status(pid, "Seccomp:")?), ("1".into(), "2".into()));
-        let dir = machine.resources().dir.clone();
+        let dir = machine.paths().dir.clone();
         for layer in fs::read_dir(dir.join("layers"))? {
             let meta = layer?.metadata()?;
             assert_eq!(meta.uid(), 0, "layers are root's");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 async fn boot(lab: &Lab, shape: Shape) -> Result<Guest> {
     let spec = BootSpec { shape, ..lab.spec() };
-    Guest::connect(lab.engine.boot(&spec, lab.resources()?).await?).await
+    Guest::connect(lab.engine.boot(&spec, lab.paths()?).await?).await
 }
 
 /// A copy through files.

@@ -4,7 +4,7 @@ mod guest;
 
 use anyhow::{Result, ensure};
 use guest::{Guest, lab};
-use keiki_engine::Resources;
+use keiki_engine::VmPaths;
 use keiki_protocol::net::{GATEWAY, GATEWAY_MAC, GUEST, PREFIX, TAP};
 use std::{path::PathBuf, process::Command};
 
@@ -22,8 +22,8 @@ impl Slot {
         Ok(slot)
     }
 
-    fn resources(&self, resources: Resources) -> Resources {
-        Resources { netns: Some(PathBuf::from("/run/netns").join(&self.0)), ..resources }
+    fn paths(&self, paths: VmPaths) -> VmPaths {
+        VmPaths { netns: Some(PathBuf::from("/run/netns").join(&self.0)), ..paths }
     }
 }
 
@@ -49,14 +49,14 @@ async fn parent_and_child_have_the_same_address_in_different_namespaces() -> Res
         return Ok(());
     }
     let (one, two) = (Slot::new(1)?, Slot::new(2)?);
-    let machine = lab.engine.boot(&lab.spec(), one.resources(lab.resources()?)).await?;
+    let machine = lab.engine.boot(&lab.spec(), one.paths(lab.paths()?)).await?;
     let mut parent = Guest::connect(machine).await?;
     parent.sh(&format!("ip addr add {GUEST}/{PREFIX} dev eth0; ip link set eth0 up; sleep 0.3")).await?;
     let ping = format!("ping -c 2 -W 2 {GATEWAY} > /dev/null && echo pong");
     assert_eq!(parent.sh(&ping).await?, "pong");
     let (frozen, _) = lab.freeze(parent.machine.as_ref()).await?;
-    let seat = lab.engine.seat(frozen.image(), two.resources(lab.resources()?)).await?;
-    let (machine, _) = frozen.thaw(seat).await?;
+    let prepared = lab.engine.prepare(frozen.image(), two.paths(lab.paths()?)).await?;
+    let (machine, _) = frozen.thaw(prepared).await?;
     let mut child = Guest::connect(machine).await?;
     assert_eq!(child.sh(&ping).await?, "pong");
     parent.machine.stop().await?;

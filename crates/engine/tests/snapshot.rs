@@ -28,7 +28,7 @@ async fn a_snapshot_is_all_that_a_restore_needs() -> Result<()> {
     origin.sh("echo disk | dd of=/dev/vda bs=4096 seek=1 conv=fsync 2>/dev/null").await?;
     let first = snapshot(&lab, origin.machine.as_ref()).await?;
     origin.machine.stop().await?;
-    fs::remove_dir_all(&origin.machine.resources().dir)?;
+    fs::remove_dir_all(&origin.machine.paths().dir)?;
     // Three chained cycles; each time only the last snapshot is left.
     let mut dir = first;
     for cycle in 0..3 {
@@ -45,7 +45,7 @@ async fn a_snapshot_is_all_that_a_restore_needs() -> Result<()> {
         let next = snapshot(&lab, guest.machine.as_ref()).await?;
         for guest in [guest, twin] {
             guest.machine.stop().await?;
-            fs::remove_dir_all(&guest.machine.resources().dir)?;
+            fs::remove_dir_all(&guest.machine.paths().dir)?;
         }
         fs::remove_dir_all(&dir)?;
         dir = next;
@@ -142,11 +142,11 @@ impl SmallStore {
 async fn boot_on(lab: &Lab, small: &SmallStore) -> Result<(Box<dyn Engine>, Guest, String)> {
     let engine = guest::engine(small.0.path().join("store"))?;
     let run_dir = lab.fresh("run")?;
-    let resources = keiki_engine::Resources { dir: small.dir("machine")?, run_dir, netns: None };
+    let paths = keiki_engine::VmPaths { dir: small.dir("machine")?, run_dir, netns: None };
     let disk = small.0.path().join("disk.raw");
     File::create(&disk)?.set_len(u64::from(SHAPE.disk_mib) << 20)?;
     let spec = keiki_engine::BootSpec { disk, ..lab.spec() };
-    let machine = engine.boot(&spec, resources).await?;
+    let machine = engine.boot(&spec, paths).await?;
     let mut guest = Guest::connect(machine).await?;
     let hash = guest.sh(FILL).await?;
     Ok((engine, guest, hash))
@@ -217,7 +217,7 @@ async fn a_machine_that_shares_with_nobody_has_its_own_memory_file() -> Result<(
         let frozen = lab.engine.load(&dir, scope).await?;
         let mut copy = lab.thaw(frozen.as_ref()).await?;
         assert_eq!(copy.sh("cat /tmp/name").await?, "mine");
-        assert_eq!(inode(&copy.machine.resources().dir)? == inode(&dir)?, shared);
+        assert_eq!(inode(&copy.machine.paths().dir)? == inode(&dir)?, shared);
         copy.machine.stop().await?;
     }
     Ok(())

@@ -13,7 +13,7 @@ use super::{
     monitor::Monitor,
 };
 use crate::{
-    EngineError, Resources, Result,
+    EngineError, Result, VmPaths,
     process::{Watched, blocking},
     record::{CONTROL, Record},
 };
@@ -21,49 +21,44 @@ use keiki_control::Request;
 use keiki_sys::process::Process;
 use std::sync::Arc;
 
-/// The machine of these resources, if it lives.
-pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<KvmMachine>> {
-    let Some(record) = Record::load(resources) else {
-        end_stray(resources).await?;
-        return clear(resources).await;
+/// The machine with these paths, if it lives.
+pub(super) async fn adopt(host: &Arc<Host>, paths: &VmPaths) -> Result<Option<KvmMachine>> {
+    let Some(record) = Record::load(paths) else {
+        end_stray(paths).await?;
+        return clear(paths).await;
     };
-    let process = Process::open(record.pid).map_err(EngineError::at("open", &resources.dir))?;
+    let process = Process::open(record.pid).map_err(EngineError::at("open", &paths.dir))?;
     let Some(process) = process.filter(|process| process.start_time() == record.start_time) else {
-        return clear(resources).await;
+        return clear(paths).await;
     };
-    match attach(host, process, resources, record).await {
+    match attach(host, process, paths, record).await {
         Ok(machine) => Ok(Some(machine)),
         Err(error) => {
-            tracing::warn!(dir = %resources.dir.display(), %error, "a machine was found and ended");
-            clear(resources).await
+            tracing::warn!(dir = %paths.dir.display(), %error, "a machine was found and ended");
+            clear(paths).await
         }
     }
 }
 
-async fn clear(resources: &Resources) -> Result<Option<KvmMachine>> {
-    let resources = resources.clone();
-    blocking(move || super::machine::clear(&resources)).await.map(|()| None)
+async fn clear(paths: &VmPaths) -> Result<Option<KvmMachine>> {
+    let paths = paths.clone();
+    blocking(move || super::machine::clear(&paths)).await.map(|()| None)
 }
 
 /// On error its process has ended.
-async fn attach(
-    host: &Arc<Host>,
-    process: Process,
-    resources: &Resources,
-    record: Record,
-) -> Result<KvmMachine> {
+async fn attach(host: &Arc<Host>, process: Process, paths: &VmPaths, record: Record) -> Result<KvmMachine> {
     let lineage = host.lineages.find(host, record.user);
-    let mut member = lineage.admit(&resources.dir, record.shape.memory_mib);
+    let mut member = lineage.admit(&paths.dir, record.shape.memory_mib);
     // It is in its group already, if there are any.
     if let Err(error) = member.born(process.pid()) {
         tracing::warn!(pid = process.pid(), %error, "a machine that was found");
     }
     let monitor = Monitor {
         watched: Watched::new(Arc::new(process), None, || member.ended())?,
-        control: Control::at(resources.run_dir.join(CONTROL)),
+        control: Control::at(paths.run_dir.join(CONTROL)),
         lineage,
     };
-    let machine = assemble(host, monitor, resources, record).await?;
+    let machine = assemble(host, monitor, paths, record).await?;
     let mut record = machine.0.record.lock().await;
     settle(&machine.0, &mut record).await;
     let wish = if record.paused { Request::Pause } else { Request::Resume };

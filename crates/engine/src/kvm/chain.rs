@@ -15,9 +15,9 @@
 //!
 //! The tool does not see what is below: it moves whole clusters, and a cluster that reads as zeroes stays one that says so.
 
-use super::{ground::open_layers, machine::Running};
+use super::{fds::open_layers, machine::Running};
 use crate::{
-    EngineError, Resources, Result,
+    EngineError, Result, VmPaths,
     layers::{check_overlay, layer_path, new_name},
     process::{blocking, remove_file},
     record::{Layer, Record},
@@ -90,7 +90,7 @@ pub(super) fn shorten(machine: &Arc<Running>, record: &Record) {
         if let Err(error) = in_background(&machine, layers).await
             && machine.monitor.watched.process.is_alive()
         {
-            tracing::warn!(dir = %machine.resources.dir.display(), %error, "the disk chain stays long");
+            tracing::warn!(dir = %machine.paths.dir.display(), %error, "the disk chain stays long");
         }
     });
 }
@@ -123,7 +123,7 @@ struct Flat {
 }
 
 fn drop_flat(machine: &Running, flat: &Flat) -> Result<()> {
-    remove_file(&layer_path(&machine.resources.dir, &flat.layer.name))
+    remove_file(&layer_path(&machine.paths.dir, &flat.layer.name))
 }
 
 /// Makes machine and record read the new layer. Meanwhile freezes may have added more above it.
@@ -135,18 +135,18 @@ async fn follow(machine: &Running, record: &mut Record, flat: Flat) -> Result<()
     let bottom = flat.of.iter().take(1).cloned();
     let rest = record.layers.iter().skip(flat.of.len()).cloned();
     let layers: Vec<Layer> = bottom.chain([flat.layer.clone()]).chain(rest).collect();
-    let (dir, named) = (machine.resources.dir.clone(), layers.clone());
+    let (dir, named) = (machine.paths.dir.clone(), layers.clone());
     let files = blocking(move || open_layers(&dir, &named)).await?;
     record.unsure = true;
-    record.save(&machine.resources)?;
+    record.save(&machine.paths)?;
     if let Err(error) = machine.monitor.control.order(Request::Layers, files).await {
         insist(machine, record).await?;
         drop_flat(machine, &flat)?;
         return Err(error);
     }
     (record.layers, record.unsure) = (layers, false);
-    record.save(&machine.resources)?;
-    let dir = machine.resources.dir.clone();
+    record.save(&machine.paths)?;
+    let dir = machine.paths.dir.clone();
     blocking(move || flat.of.iter().skip(1).try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name))))
         .await
 }
@@ -156,30 +156,29 @@ pub(super) async fn insist(machine: &Running, record: &mut Record) -> Result<()>
     if !record.unsure {
         return Ok(());
     }
-    let (dir, layers) = (machine.resources.dir.clone(), record.layers.clone());
+    let (dir, layers) = (machine.paths.dir.clone(), record.layers.clone());
     let files = blocking(move || open_layers(&dir, &layers)).await?;
     machine.monitor.control.order(Request::Layers, files).await?;
     record.unsure = false;
-    record.save(&machine.resources)
+    record.save(&machine.paths)
 }
 
 async fn flatten(machine: &Running, of: Vec<Layer>) -> Result<Flat> {
-    let (host, resources, disk_mib) =
-        (Arc::clone(&machine.host), machine.resources.clone(), machine.shape.disk_mib);
+    let (host, paths, disk_mib) = (Arc::clone(&machine.host), machine.paths.clone(), machine.shape.disk_mib);
     let user = machine.monitor.lineage.user();
     let stopped = Arc::clone(&machine.shortening.stopped);
     // The tool runs as the lineage's user, and is no stranger.
-    let room = machine.monitor.lineage.admit(&resources.dir, 0);
+    let room = machine.monitor.lineage.admit(&paths.dir, 0);
     blocking(move || {
         let _room = room;
         let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
         let work =
-            Work { config: &host.config.common, place: resources.dir.join(PLACE), user, disk_mib, stopped };
-        let made = work.run(&resources, &of, &layer);
+            Work { config: &host.config.common, place: paths.dir.join(PLACE), user, disk_mib, stopped };
+        let made = work.run(&paths, &of, &layer);
         // Copies and other names: nothing is lost with them.
         remove_place(&work.place)?;
         made?;
-        check_overlay(&resources.dir, &layer.name, disk_mib)
+        check_overlay(&paths.dir, &layer.name, disk_mib)
             .map_err(|why| EngineError::Monitor(format!("left a bad disk: {why}")))?;
         Ok(Flat { of, layer })
     })
@@ -205,7 +204,7 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn run(&self, resources: &Resources, of: &[Layer], flat: &Layer) -> Result<()> {
+    fn run(&self, paths: &VmPaths, of: &[Layer], flat: &Layer) -> Result<()> {
         if self.stopped.load(Ordering::Acquire) {
             return Err(EngineError::Ended("its machine was ended".into()));
         }
@@ -216,8 +215,7 @@ impl Work<'_> {
                 .and_then(|()| chown(&self.place, Some(0), Some(user)))
                 .map_err(EngineError::at("close", &self.place))?;
         }
-        let overlays: Vec<_> =
-            of.iter().skip(1).map(|layer| layer_path(&resources.dir, &layer.name)).collect();
+        let overlays: Vec<_> = of.iter().skip(1).map(|layer| layer_path(&paths.dir, &layer.name)).collect();
         let [first, between @ .., last] = overlays.as_slice() else {
             return Err(EngineError::Monitor("has no layers to make one".into()));
         };
@@ -231,7 +229,7 @@ impl Work<'_> {
         self.copy(last, LAST)?;
         names.push(LAST.into());
         self.commit(&names)?;
-        let (made, kept) = (self.place.join(FLAT), layer_path(&resources.dir, &flat.name));
+        let (made, kept) = (self.place.join(FLAT), layer_path(&paths.dir, &flat.name));
         // As a copy that is ours: whoever wrote it may still have it open.
         let ours = self.place.join(OURS);
         let from = File::open(&made).map_err(EngineError::at("open", &made))?;
@@ -310,7 +308,7 @@ fn chain(dir: &Path, names: &[String]) -> Value {
 mod tests {
     use super::{Work, chain};
     use crate::{
-        Common, Resources,
+        Common, VmPaths,
         layers::{check_overlay, layer_path, make_layers_dir, make_top, new_name},
         record::Layer,
     };
@@ -349,19 +347,19 @@ mod tests {
         };
         let dir = tempfile::tempdir_in(store)?;
         let common = Common::new(dir.path().join("store"));
-        let resources = Resources { dir: dir.path().join("m"), run_dir: dir.path().join("m"), netns: None };
-        make_layers_dir(&resources.dir)?;
+        let paths = VmPaths { dir: dir.path().join("m"), run_dir: dir.path().join("m"), netns: None };
+        make_layers_dir(&paths.dir)?;
         let mut of = vec![Layer { name: new_name(Format::Raw), format: Format::Raw }];
-        fs::write(layer_path(&resources.dir, &of[0].name), vec![0x11; (DISK_MIB as usize) << 20])?;
+        fs::write(layer_path(&paths.dir, &of[0].name), vec![0x11; (DISK_MIB as usize) << 20])?;
         for number in 1..=5_u8 {
             let layer = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
-            let path = layer_path(&resources.dir, &layer.name);
+            let path = layer_path(&paths.dir, &layer.name);
             make_top(&common, DISK_MIB, &path, None)?;
             of.push(layer);
             let writes = format!("write -P {} {}k 300k", 0x20 + number, u32::from(number) * 200);
             // Zeroes over data of the bottom, and over what the layer before has; some of them written over again.
             let zeroes = format!("write -z {}k 200k", 4096 + u32::from(number) * 100);
-            let opened = opened(&resources.dir, &of);
+            let opened = opened(&paths.dir, &of);
             run(
                 "qemu-io",
                 &["-c", &writes, "-c", &zeroes, "-c", "discard 8M 1M", "-c", "write -P 9 9M 4k", &opened],
@@ -371,18 +369,18 @@ mod tests {
         let user = common.first_user;
         let (place, stopped) = (dir.path().join("m/flat"), Default::default());
         let work = Work { config: &common, place, user, disk_mib: DISK_MIB, stopped };
-        work.run(&resources, &of, &flat)?;
-        check_overlay(&resources.dir, &flat.name, DISK_MIB)?;
+        work.run(&paths, &of, &flat)?;
+        check_overlay(&paths.dir, &flat.name, DISK_MIB)?;
         let short = [of[0].clone(), flat.clone()];
-        let [long, short] = [opened(&resources.dir, &of), opened(&resources.dir, &short)];
+        let [long, short] = [opened(&paths.dir, &of), opened(&paths.dir, &short)];
         run("qemu-img", &["compare", "-U", &long, &short])?;
         assert!(chain(Path::new("/m"), &["last".into()]).to_string().contains(r#""filename":"/m/flat""#));
         // Something that is no layer is told, and nothing is kept of it.
-        fs::write(layer_path(&resources.dir, &of[2].name), "no layer")?;
+        fs::write(layer_path(&paths.dir, &of[2].name), "no layer")?;
         let other = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
-        let failed = work.run(&resources, &of, &other).map_err(|error| error.to_string());
+        let failed = work.run(&paths, &of, &other).map_err(|error| error.to_string());
         assert!(failed.as_ref().is_err_and(|why| why.contains("cannot be made one")), "{failed:?}");
-        assert!(!layer_path(&resources.dir, &other.name).exists());
+        assert!(!layer_path(&paths.dir, &other.name).exists());
         Ok(())
     }
 }

@@ -73,39 +73,37 @@ async fn try_freeze(
         })
         .await?;
     promote(record);
-    record.save(&machine.resources)?;
+    record.save(&machine.paths)?;
     watch.step("freeze");
     super::note(&mut watch, &report.steps);
     let control = Control::over(client);
     let (zygote, hello) = Monitor::forked(report.pid, control, member, Stage::Zygote, complaints).await?;
-    let (from, dir, layers) = (machine.resources.dir.clone(), image.dir.clone(), record.layers.clone());
-    let (shape, pid) = (machine.shape, zygote.pid());
-    let (layers, private_bytes) = blocking(move || {
+    let (from, dir, layers) = (machine.paths.dir.clone(), image.dir.clone(), record.layers.clone());
+    let disk_mib = machine.shape.disk_mib;
+    let layers = blocking(move || {
         link(&from.join(MEMORY_FILE), &dir.join(BASE))?;
-        let layers = link_layers(&from, &dir, &layers, shape.disk_mib)?;
-        // What a persist would write. The monitor cannot see it: it may not look at its own page tables.
-        Ok((layers, super::memory::anonymous(pid)?))
+        link_layers(&from, &dir, &layers, disk_mib)
     })
     .await?;
     watch.step("layers");
     let frozen = KvmFrozen::fresh(&machine.host, image.clone(), layers, zygote, hello.generation);
     super::chain::shorten(machine, record);
     let pause = Duration::from_nanos(report.vcpu_pause_ns);
-    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
+    Ok((frozen, FreezeReport { vcpu_pause: pause, steps: watch.done() }))
 }
 
 /// What is done before the stop: the new top, and what the pause would have to flush otherwise.
 async fn prepare(machine: &Running, record: &mut Record) -> Result<File> {
-    let (host, dir) = (Arc::clone(&machine.host), machine.resources.dir.clone());
+    let (host, dir) = (Arc::clone(&machine.host), machine.paths.dir.clone());
     let (old, disk_mib) = (layer_path(&dir, &record.top), machine.shape.disk_mib);
     let (next, file) = blocking(move || {
-        let made = super::ground::new_top(&host, &dir, disk_mib)?;
+        let made = super::fds::new_top(&host, &dir, disk_mib)?;
         File::open(&old).and_then(|file| file.sync_data()).map_err(EngineError::at("flush", &old))?;
         Ok(made)
     })
     .await?;
     record.next_top = Some(next);
-    record.save(&machine.resources)?;
+    record.save(&machine.paths)?;
     Ok(file)
 }
 
@@ -130,14 +128,14 @@ pub(super) async fn settle(machine: &Running, record: &mut Record) {
         Ok(_) => {
             let next = record.next_top.take().unwrap_or_default();
             // A file that stays is removed with the machine.
-            if let Err(error) = remove_file(&layer_path(&machine.resources.dir, &next)) {
+            if let Err(error) = remove_file(&layer_path(&machine.paths.dir, &next)) {
                 tracing::debug!(%error, "after a failed freeze");
             }
         }
         // The next one asks again, or the machine has ended.
         Err(error) => tracing::debug!(%error, "after a failed freeze"),
     }
-    if let Err(error) = record.save(&machine.resources) {
+    if let Err(error) = record.save(&machine.paths) {
         tracing::warn!(%error, "after a failed freeze");
     }
 }

@@ -12,16 +12,17 @@
 use super::{
     Host,
     control::{ANSWER, Control, WRITE, about, unexpected},
+    fds::VmFds,
     freeze::link,
-    ground::Ground,
     machine::{KvmMachine, assemble, generation, new_record},
     monitor::{Background, Monitor, complaints},
     resident::Files,
 };
 use crate::{
-    EngineError, Frozen, Image, Machine, Resources, Result, Seat, SharingScope, Steps,
+    EngineError, Frozen, Image, Machine, PreparedVm, Result, SharingScope, Steps, VmPaths,
     files::{now, persist},
     layers::{layer_path, new_name},
+    prepared::Waiting,
     process::{Watched, blocking, remove_file},
     record::{self, CONTROL, Layer},
     steps::Stopwatch,
@@ -34,7 +35,6 @@ use keiki_snapshot::{
 };
 use keiki_sys::process::Process;
 use std::{
-    any::Any,
     fs::{self, File},
     io::{Read, Seek},
     path::{Path, PathBuf},
@@ -196,29 +196,24 @@ impl KvmFrozen {
 
     /// A zygote of stored files may be gone at any moment, and others can be loaded from them: that costs a machine only
     /// time. It is asked again once.
-    async fn thaw_in(
-        &self,
-        resources: &Resources,
-        ground: Ground,
-        watch: &mut Stopwatch,
-    ) -> Result<KvmMachine> {
-        let zygote = self.zygote(resources.dir.join(MEMORY_FILE)).await?;
-        let error = match self.thaw_off(&zygote, resources, ground, watch).await {
+    async fn thaw_in(&self, paths: &VmPaths, fds: VmFds, watch: &mut Stopwatch) -> Result<KvmMachine> {
+        let zygote = self.zygote(paths.dir.join(MEMORY_FILE)).await?;
+        let error = match self.thaw_off(&zygote, paths, fds, watch).await {
             Err(error) if self.is_stored().await && zygote.monitor.ends().await => error,
             done => return done,
         };
         let pid = zygote.monitor.pid();
         tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote was gone; another is loaded");
         // What the first one was given is of no use: it may have made a machine that has begun to write.
-        end_stray(resources).await?;
-        let (host, at, disk_mib) = (Arc::clone(&self.host), resources.clone(), self.image.shape.disk_mib);
-        let ground = blocking(move || {
+        end_stray(paths).await?;
+        let (host, at, disk_mib) = (Arc::clone(&self.host), paths.clone(), self.image.shape.disk_mib);
+        let fds = blocking(move || {
             record::clear(&at)?;
-            Ground::prepare(&host, &at, disk_mib)
+            VmFds::prepare(&host, &at, disk_mib)
         })
         .await?;
-        let zygote = self.zygote(resources.dir.join(MEMORY_FILE)).await?;
-        self.thaw_off(&zygote, resources, ground, watch).await
+        let zygote = self.zygote(paths.dir.join(MEMORY_FILE)).await?;
+        self.thaw_off(&zygote, paths, fds, watch).await
     }
 
     async fn is_stored(&self) -> bool {
@@ -228,8 +223,8 @@ impl KvmFrozen {
     async fn thaw_off(
         &self,
         zygote: &Zygote,
-        resources: &Resources,
-        ground: Ground,
+        paths: &VmPaths,
+        fds: VmFds,
         watch: &mut Stopwatch,
     ) -> Result<KvmMachine> {
         watch.step("zygote");
@@ -238,8 +233,8 @@ impl KvmFrozen {
             .iter()
             .map(|layer| Layer { name: layer.name.clone(), format: layer.format })
             .collect();
-        let (top, from) = (ground.top.clone(), self.image.dir.clone());
-        let (dir, below) = (resources.dir.clone(), layers.clone());
+        let (top, from) = (fds.top.clone(), self.image.dir.clone());
+        let (dir, below) = (paths.dir.clone(), layers.clone());
         let stored = match &*self.held.lock().await {
             // Who shares with nobody learns nothing of what others touched, and has a file that nobody has read.
             Held::Stored { files, scope, .. } if *scope != SharingScope::None => Some(Arc::clone(files)),
@@ -249,13 +244,13 @@ impl KvmFrozen {
             for layer in &below {
                 link(&layer_path(&from, &layer.name), &layer_path(&dir, &layer.name))?;
             }
-            let mut files = ground.with_layers(&dir, &below)?;
+            let mut files = fds.with_layers(&dir, &below)?;
             files.extend(stored.and_then(|stored| stored.pages()));
             Ok(files)
         })
         .await?;
         watch.step("link");
-        let member = zygote.monitor.lineage.admit(&resources.dir, self.image.shape.memory_mib);
+        let member = zygote.monitor.lineage.admit(&paths.dir, self.image.shape.memory_mib);
         let (complaints, stderr) = complaints()?;
         files.push(stderr);
         let request = Request::Thaw(Thaw { generation: generation() });
@@ -264,10 +259,10 @@ impl KvmFrozen {
         let (Answer { reply, pid }, _) = copy.answer(ANSWER).await?;
         let Reply::Thawed(thawed) = reply else { return Err(unexpected("Thaw")) };
         super::note(watch, &thawed.steps);
-        let control = Control::at(resources.run_dir.join(CONTROL));
+        let control = Control::at(paths.run_dir.join(CONTROL));
         let (monitor, _) = Monitor::forked(pid, control, member, Stage::Machine, complaints).await?;
         let record = new_record(&monitor, self.image.shape, layers, top);
-        let machine = assemble(&self.host, monitor, resources, record).await?;
+        let machine = assemble(&self.host, monitor, paths, record).await?;
         watch.step("run");
         if let Held::Stored { files, .. } = &*self.held.lock().await {
             machine.0.is_looked_at(files.thawed(pid));
@@ -332,23 +327,17 @@ impl Frozen for KvmFrozen {
         &self.image
     }
 
-    async fn thaw(&self, seat: Box<dyn Seat>) -> Result<(Box<dyn Machine>, Steps)> {
-        let mut seat = seat
-            .into_any()
-            .downcast::<KvmSeat>()
-            .map_err(|_| EngineError::Monitor("is a seat of another engine".into()))?;
-        if seat.image != self.image {
-            return Err(EngineError::Monitor("is a seat of another image".into()));
-        }
+    async fn thaw(&self, prepared: PreparedVm) -> Result<(Box<dyn Machine>, Steps)> {
         let mut watch = Stopwatch::start();
-        let resources = seat.resources.clone();
-        let ground =
-            seat.ground.take().ok_or_else(|| EngineError::Monitor("was taken from its seat".into()))?;
-        match self.thaw_in(&resources, ground, &mut watch).await {
+        let (paths, fds) = prepared.take(&self.image, |waiting| match waiting {
+            Waiting::Kvm(fds) => Ok(fds),
+            other => Err(other),
+        })?;
+        match self.thaw_in(&paths, fds, &mut watch).await {
             Ok(machine) => Ok((Box::new(machine), watch.done())),
             Err(error) => {
-                end_stray(&resources).await?;
-                blocking(move || record::clear(&resources)).await?;
+                end_stray(&paths).await?;
+                blocking(move || record::clear(&paths)).await?;
                 Err(about(&self.image.dir)(error))
             }
         }
@@ -362,59 +351,17 @@ impl Frozen for KvmFrozen {
     }
 }
 
-/// Ends the machine that listens at the control socket of these resources, if there is one: a thaw that failed after
+/// Ends the machine that listens at the control socket of this machine's paths, if there is one: a thaw that failed after
 /// its fork, or that a node did not live to record. It is gone when this returns.
-pub(super) async fn end_stray(resources: &Resources) -> Result<()> {
-    let control = Control::at(resources.run_dir.join(CONTROL));
+pub(super) async fn end_stray(paths: &VmPaths) -> Result<()> {
+    let control = Control::at(paths.run_dir.join(CONTROL));
     let Ok((_, pid)) = control.hello().await else { return Ok(()) };
-    let opened = Process::open(pid).map_err(EngineError::at("open a process of", &resources.dir))?;
+    let opened = Process::open(pid).map_err(EngineError::at("open a process of", &paths.dir))?;
     let Some(process) = opened else { return Ok(()) };
     // Asked again now that its number is pinned: it may have been another's since.
     if control.hello().await.is_ok_and(|(_, again)| again == pid) {
-        tracing::warn!(pid, dir = %resources.dir.display(), "a machine that was never recorded is ended");
+        tracing::warn!(pid, dir = %paths.dir.display(), "a machine that was never recorded is ended");
         Watched::new(Arc::new(process), None, || {})?.kill().await?;
     }
     Ok(())
-}
-
-/// Opened descriptors that wait for a thaw.
-pub(super) struct KvmSeat {
-    pub(super) resources: Resources,
-    pub(super) image: Image,
-    /// None once it was taken.
-    pub(super) ground: Option<Ground>,
-}
-
-#[async_trait]
-impl Seat for KvmSeat {
-    fn resources(&self) -> &Resources {
-        &self.resources
-    }
-
-    fn is_alive(&self) -> bool {
-        self.ground.is_some()
-    }
-
-    async fn cancel(mut self: Box<Self>) {
-        self.ground = None;
-        let resources = self.resources.clone();
-        if let Err(error) = blocking(move || record::clear(&resources)).await {
-            tracing::warn!(%error, "a seat left something behind");
-        }
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send> {
-        self
-    }
-}
-
-impl Drop for KvmSeat {
-    fn drop(&mut self) {
-        if self.ground.take().is_none() {
-            return;
-        }
-        if let Err(error) = record::clear(&self.resources) {
-            tracing::warn!(%error, "a seat left something behind");
-        }
-    }
 }

@@ -4,12 +4,12 @@ use super::{
     Host,
     chain::Shortening,
     control::{ANSWER, Control, unexpected},
-    ground::{Ground, kvm},
+    fds::{VmFds, kvm},
     monitor::Monitor,
     working_set::FirstRun,
 };
 use crate::{
-    BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result,
+    BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Result, VmPaths,
     console::tail,
     files::make_memory,
     layers::{layer_path, new_name, take_disk},
@@ -38,7 +38,7 @@ pub(super) struct KvmMachine(pub(super) Arc<Running>);
 pub(super) struct Running {
     pub(super) host: Arc<Host>,
     pub(super) monitor: Monitor,
-    pub(super) resources: Resources,
+    pub(super) paths: VmPaths,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
     pub(super) shortening: Shortening,
@@ -53,7 +53,7 @@ impl Running {
 
     /// An error that knows whether the machine has ended meanwhile.
     pub(super) fn explain(&self, error: EngineError) -> EngineError {
-        match self.monitor.last_words(&self.resources) {
+        match self.monitor.last_words(&self.paths) {
             Some(how) => EngineError::Ended(how),
             None => error,
         }
@@ -61,27 +61,27 @@ impl Running {
 }
 
 /// A first boot.
-pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, resources: Resources) -> Result<KvmMachine> {
-    let booted = try_boot(host, spec, &resources).await;
+pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, paths: VmPaths) -> Result<KvmMachine> {
+    let booted = try_boot(host, spec, &paths).await;
     if booted.is_err() {
-        let resources = resources.clone();
-        blocking(move || record::clear(&resources)).await?;
+        let paths = paths.clone();
+        blocking(move || record::clear(&paths)).await?;
     }
     booted
 }
 
-async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> Result<KvmMachine> {
+async fn try_boot(host: &Arc<Host>, spec: &BootSpec, paths: &VmPaths) -> Result<KvmMachine> {
     let bottom = Layer { name: new_name(Format::Raw), format: Format::Raw };
-    let job = (Arc::clone(host), spec.clone(), resources.clone(), bottom.clone());
+    let job = (Arc::clone(host), spec.clone(), paths.clone(), bottom.clone());
     let (top, files) = blocking(move || {
-        let (host, spec, resources, bottom) = job;
-        let ground = Ground::prepare(&host, &resources, spec.shape.disk_mib)?;
-        make_memory(&resources.dir, spec.shape)?;
-        let path = layer_path(&resources.dir, &bottom.name);
+        let (host, spec, paths, bottom) = job;
+        let fds = VmFds::prepare(&host, &paths, spec.shape.disk_mib)?;
+        make_memory(&paths.dir, spec.shape)?;
+        let path = layer_path(&paths.dir, &bottom.name);
         take_disk(&spec.disk, &path)?;
         show(&path)?;
-        let top = ground.top.clone();
-        let mut files = ground.with_layers(&resources.dir, &[bottom])?;
+        let top = fds.top.clone();
+        let mut files = fds.with_layers(&paths.dir, &[bottom])?;
         files.push(kvm()?);
         for (role, path) in [(Role::Kernel, &spec.kernel), (Role::Initrd, &spec.initrd)] {
             files.push((role, OwnedFd::from(File::open(path).map_err(EngineError::at("open", path))?)));
@@ -90,7 +90,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
     })
     .await?;
     let lineage = host.lineages.found(host)?;
-    let mut monitor = Monitor::blank(host, &lineage, spec.shape, &resources.dir).await?;
+    let mut monitor = Monitor::blank(host, &lineage, spec.shape, &paths.dir).await?;
     let boot = Boot {
         shape: shape(spec.shape),
         cmdline: cmdline(spec, host.tsc_khz().await),
@@ -101,9 +101,9 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
     if let Err(error) = monitor.control.order(Request::Boot(boot), files).await {
         return Err(monitor.give_up(error).await);
     }
-    monitor.control = Control::at(resources.run_dir.join(CONTROL));
+    monitor.control = Control::at(paths.run_dir.join(CONTROL));
     let record = new_record(&monitor, spec.shape, vec![bottom], top);
-    assemble(host, monitor, resources, record).await
+    assemble(host, monitor, paths, record).await
 }
 
 /// A record of a machine that has just begun.
@@ -128,22 +128,22 @@ pub(super) fn new_record(monitor: &Monitor, shape: Shape, layers: Vec<Layer>, to
 pub(super) async fn assemble(
     host: &Arc<Host>,
     monitor: Monitor,
-    resources: &Resources,
+    paths: &VmPaths,
     record: Record,
 ) -> Result<KvmMachine> {
     let answered = match monitor.control.hello().await {
-        Ok((hello, pid)) if hello.stage == Stage::Machine && pid == monitor.pid() => record.save(resources),
+        Ok((hello, pid)) if hello.stage == Stage::Machine && pid == monitor.pid() => record.save(paths),
         Ok(_) => Err(EngineError::Monitor("is not the machine that listens".into())),
         Err(error) => Err(error),
     };
     if let Err(error) = answered {
-        let how = monitor.last_words(resources);
+        let how = monitor.last_words(paths);
         return Err(monitor.give_up(how.map_or(error, EngineError::Ended)).await);
     }
     Ok(KvmMachine(Arc::new(Running {
         host: Arc::clone(host),
         monitor,
-        resources: resources.clone(),
+        paths: paths.clone(),
         shape: record.shape,
         record: Mutex::new(record),
         shortening: Shortening::default(),
@@ -153,8 +153,8 @@ pub(super) async fn assemble(
 
 #[async_trait]
 impl Machine for KvmMachine {
-    fn resources(&self) -> &Resources {
-        &self.0.resources
+    fn paths(&self) -> &VmPaths {
+        &self.0.paths
     }
 
     fn shape(&self) -> Shape {
@@ -186,13 +186,13 @@ impl Machine for KvmMachine {
         self.0.monitor.watched.kill().await?;
         self.0.shortening.stop().await;
         let _record = self.0.record.lock().await;
-        let resources = self.0.resources.clone();
-        blocking(move || clear(&resources)).await
+        let paths = self.0.paths.clone();
+        blocking(move || clear(&paths)).await
     }
 
     async fn ended(&self) -> String {
         self.0.monitor.watched.wait().await;
-        self.0.monitor.last_words(&self.0.resources).unwrap_or_else(|| "unknown".into())
+        self.0.monitor.last_words(&self.0.paths).unwrap_or_else(|| "unknown".into())
     }
 
     async fn memory(&self) -> Result<MemoryUse> {
@@ -205,11 +205,11 @@ impl Machine for KvmMachine {
     }
 
     fn agent_socket(&self) -> PathBuf {
-        self.0.resources.run_dir.join(AGENT)
+        self.0.paths.run_dir.join(AGENT)
     }
 
     async fn console(&self, limit: usize) -> Vec<u8> {
-        tail(&self.0.resources, limit)
+        tail(&self.0.paths, limit)
     }
 }
 
@@ -220,14 +220,14 @@ impl KvmMachine {
         let order = async {
             running.monitor.control.order(request, Vec::new()).await.map_err(|error| running.explain(error))
         };
-        record::set_paused(&running.record, &running.resources, paused, order).await
+        record::set_paused(&running.record, &running.paths, paused, order).await
     }
 }
 
-/// Removes everything that the engine keeps in a machine's resources.
-pub(super) fn clear(resources: &Resources) -> Result<()> {
-    super::chain::remove_place(&resources.dir.join(super::chain::PLACE))?;
-    record::clear(resources)
+/// Removes everything that the engine keeps in a machine's paths.
+pub(super) fn clear(paths: &VmPaths) -> Result<()> {
+    super::chain::remove_place(&paths.dir.join(super::chain::PLACE))?;
+    record::clear(paths)
 }
 
 /// The shape as a monitor is told it.

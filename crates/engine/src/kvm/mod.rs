@@ -1,16 +1,16 @@
 //! The engine on our own monitor: freeze and thaw are fork(2) (RFD 006).
 //!
 //! ```text
-//!   resources.dir/vm.mem          hard link of the memory image under it, never written
-//!   resources.dir/layers/*        hard links of its disk's lower layers, and its own top
-//!   resources.dir/machine.json    how to find it again
-//!   resources.dir/console.log     what its guest said, written by the monitor
-//!   resources.run_dir/*.sock      control, agent
+//!   paths.dir/vm.mem          hard link of the memory image under it, never written
+//!   paths.dir/layers/*        hard links of its disk's lower layers, and its own top
+//!   paths.dir/machine.json    how to find it again
+//!   paths.dir/console.log     what its guest said, written by the monitor
+//!   paths.run_dir/*.sock      control, agent
 //! ```
 //!
 //! - `monitor`, `control`: a `keiki-vmm` process, and what is said to it
 //! - `lineage`: who shares a user and a memory limit
-//! - `ground`: what one copy owns, opened
+//! - `fds`: what one copy owns, opened
 //! - `machine`, `freeze`: a machine that runs, and how it is frozen
 //! - `chain`: disk chains kept short
 //! - `frozen`, `resident`: zygotes: forked ones, and those of stored machines
@@ -21,9 +21,9 @@
 mod adopt;
 mod chain;
 mod control;
+mod fds;
 mod freeze;
 mod frozen;
-mod ground;
 mod lineage;
 mod machine;
 mod memory;
@@ -32,21 +32,22 @@ mod probe;
 mod resident;
 mod working_set;
 
+pub(crate) use fds::VmFds;
 pub use probe::is_native;
 
 use crate::{
-    BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat,
-    SharingScope,
+    BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, PreparedVm, Result,
+    SharingScope, VmPaths,
     files::refusal,
     layers::check_layers,
+    prepared::Waiting,
     process::blocking,
     record,
     steps::Stopwatch,
     users::{Users, hide},
 };
 use async_trait::async_trait;
-use frozen::{KvmFrozen, KvmSeat};
-use ground::Ground;
+use frozen::KvmFrozen;
 use keiki_control::Step;
 use keiki_snapshot::Made;
 use keiki_types::{EngineKind, Shape};
@@ -132,8 +133,8 @@ impl Engine for Kvm {
         probe::probe(&self.host).await
     }
 
-    async fn boot(&self, spec: &BootSpec, resources: Resources) -> Result<Box<dyn Machine>> {
-        Ok(Box::new(machine::boot(&self.host, spec, resources).await?))
+    async fn boot(&self, spec: &BootSpec, paths: VmPaths) -> Result<Box<dyn Machine>> {
+        Ok(Box::new(machine::boot(&self.host, spec, paths).await?))
     }
 
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
@@ -143,13 +144,12 @@ impl Engine for Kvm {
         Ok(Image { dir: dir.to_owned(), shape, alone: false })
     }
 
-    async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>> {
-        let (host, at, disk_mib) = (Arc::clone(&self.host), resources.clone(), image.shape.disk_mib);
-        let prepared = blocking(move || Ground::prepare(&host, &at, disk_mib)).await;
-        match prepared {
-            Ok(ground) => Ok(Box::new(KvmSeat { resources, image: image.clone(), ground: Some(ground) })),
+    async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm> {
+        let (host, at, disk_mib) = (Arc::clone(&self.host), paths.clone(), image.shape.disk_mib);
+        match blocking(move || VmFds::prepare(&host, &at, disk_mib)).await {
+            Ok(fds) => Ok(PreparedVm::new(image, paths, Waiting::Kvm(fds))),
             Err(error) => {
-                blocking(move || record::clear(&resources)).await?;
+                blocking(move || record::clear(&paths)).await?;
                 Err(error)
             }
         }
@@ -178,11 +178,11 @@ impl Engine for Kvm {
         self.host.residents.forget(dir).await;
     }
 
-    async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
-        Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
+    async fn adopt(&self, paths: &VmPaths) -> Result<Option<Box<dyn Machine>>> {
+        Ok(adopt::adopt(&self.host, paths).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }
 
-    fn all_adopted(&self) {
+    fn adoption_finished(&self) {
         self.host.lineages.all_found();
     }
 

@@ -6,7 +6,7 @@ use super::{
     lineage::{Lineage, Member},
 };
 use crate::{
-    EngineError, Resources, Result,
+    EngineError, Result, VmPaths,
     console::tail,
     process::{Watched, blocking},
 };
@@ -143,9 +143,9 @@ impl Monitor {
     }
 
     /// How a machine's process ended, if it has.
-    pub(super) fn last_words(&self, resources: &Resources) -> Option<String> {
+    pub(super) fn last_words(&self, paths: &VmPaths) -> Option<String> {
         let how = self.watched.has_ended()?;
-        Some(last_words(&tail(resources, TAIL)).unwrap_or(how))
+        Some(last_words(&tail(paths, TAIL)).unwrap_or(how))
     }
 }
 

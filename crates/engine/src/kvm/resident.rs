@@ -8,8 +8,8 @@
 use super::{
     Host,
     control::about,
+    fds::kvm,
     frozen::Zygote,
-    ground::kvm,
     machine::shape,
     monitor::Monitor,
     working_set::{self, FirstRun},

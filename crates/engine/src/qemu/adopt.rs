@@ -1,6 +1,6 @@
 //! Finding a machine again after the daemon was restarted.
 //!
-//! Whatever the daemon was doing when it died, the record tells what to do: a seat is ended, a freeze that
+//! Whatever the daemon was doing when it died, the record says what to do: a prepared VM is ended, a freeze that
 //! had switched the disk is completed as far as the machine goes, one that had not is forgotten, and a
 //! machine that its user did not park runs.
 
@@ -12,49 +12,49 @@ use super::{
     process::Monitor,
 };
 use crate::{
-    EngineError, Resources, Result,
+    EngineError, Result, VmPaths,
     record::{self, Record},
 };
 use keiki_sys::process::Process;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The machine of these resources, if it lives.
-pub(super) async fn adopt(host: &Arc<Host>, resources: &Resources) -> Result<Option<QemuMachine>> {
-    let Some(record) = Record::load(resources) else {
-        end_strays(resources)?;
-        record::clear(resources)?;
+/// The machine with these paths, if it lives.
+pub(super) async fn adopt(host: &Arc<Host>, paths: &VmPaths) -> Result<Option<QemuMachine>> {
+    let Some(record) = Record::load(paths) else {
+        end_strays(paths)?;
+        record::clear(paths)?;
         return Ok(None);
     };
-    let process = Process::open(record.pid).map_err(EngineError::at("open", &resources.dir))?;
+    let process = Process::open(record.pid).map_err(EngineError::at("open", &paths.dir))?;
     let Some(process) = process.filter(|process| process.start_time() == record.start_time) else {
-        record::clear(resources)?;
+        record::clear(paths)?;
         return Ok(None);
     };
     let process = Arc::new(process);
     let adopted = match record.waiting {
-        true => Err(EngineError::Monitor("was a seat".into())),
-        false => attach(host, Arc::clone(&process), resources, record).await,
+        true => Err(EngineError::Monitor("was only prepared".into())),
+        false => attach(host, Arc::clone(&process), paths, record).await,
     };
     match adopted {
         Ok(machine) => Ok(Some(machine)),
         Err(error) => {
-            tracing::warn!(dir = %resources.dir.display(), %error, "a monitor was found and ended");
-            process.kill().map_err(EngineError::at("end", &resources.dir))?;
+            tracing::warn!(dir = %paths.dir.display(), %error, "a monitor was found and ended");
+            process.kill().map_err(EngineError::at("end", &paths.dir))?;
             while process.try_reap().is_none() {
                 tokio::time::sleep(std::time::Duration::from_millis(2)).await;
             }
-            record::clear(resources)?;
+            record::clear(paths)?;
             Ok(None)
         }
     }
 }
 
-/// Ends monitors that were started for these resources and never recorded: the daemon died in between. They
+/// Ends monitors that were started with these paths and never recorded: the daemon died in between. They
 /// are known by the name in their command line.
-fn end_strays(resources: &Resources) -> Result<()> {
-    let mark = mark(resources);
-    let failed = || EngineError::at("end a monitor of", &resources.dir);
+fn end_strays(paths: &VmPaths) -> Result<()> {
+    let mark = mark(paths);
+    let failed = || EngineError::at("end a monitor of", &paths.dir);
     for entry in std::fs::read_dir("/proc").map_err(failed())? {
         let Some(pid) = entry.ok().and_then(|entry| entry.file_name().to_str()?.parse().ok()) else {
             continue;
@@ -64,7 +64,7 @@ fn end_strays(resources: &Resources) -> Result<()> {
             continue;
         }
         if let Some(process) = Process::open(pid).map_err(failed())? {
-            tracing::warn!(pid, dir = %resources.dir.display(), "a monitor that was never recorded is ended");
+            tracing::warn!(pid, dir = %paths.dir.display(), "a monitor that was never recorded is ended");
             process.kill().map_err(failed())?;
         }
     }
@@ -74,19 +74,19 @@ fn end_strays(resources: &Resources) -> Result<()> {
 async fn attach(
     host: &Arc<Host>,
     process: Arc<Process>,
-    resources: &Resources,
+    paths: &VmPaths,
     record: Record,
 ) -> Result<QemuMachine> {
     let user = record.user.map(|id| host.users.claim(id));
-    let monitor = Monitor::attach(process, resources, None, user).await?;
-    let machine = assemble(host, monitor, resources, record).await.map_err(|(_, error)| error)?;
+    let monitor = Monitor::attach(process, paths, None, user).await?;
+    let machine = assemble(host, monitor, paths, record).await.map_err(|(_, error)| error)?;
     let qmp = &machine.0.monitor.qmp;
     let mut record = machine.0.record.lock().await;
     if let Some(next) = record.next_top.clone() {
         let node = node_name(&next);
         if disk_node(&qmp.run("query-block", json!({})).await?) == Some(node.as_str()) {
             promote(&mut record, &node);
-            record.save(resources)?;
+            record.save(paths)?;
         } else {
             abandon(&machine.0, &mut record).await;
         }

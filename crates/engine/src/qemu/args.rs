@@ -16,7 +16,7 @@
 
 use super::jail::{INITRD, KERNEL};
 use crate::{
-    BootSpec, Resources,
+    BootSpec, VmPaths,
     layers::layer_path,
     record::{AGENT, CONSOLE, QMP},
 };
@@ -45,8 +45,8 @@ pub(super) struct Sockets {
 }
 
 impl Sockets {
-    pub(super) fn of(resources: &Resources) -> Self {
-        let at = |name| resources.run_dir.join(name);
+    pub(super) fn of(paths: &VmPaths) -> Self {
+        let at = |name| paths.run_dir.join(name);
         Self { qmp: at(QMP), agent: at(AGENT), console: at(CONSOLE) }
     }
 }
@@ -54,7 +54,7 @@ impl Sockets {
 /// One start of a monitor.
 pub(super) struct Launch<'a> {
     pub(super) shape: Shape,
-    pub(super) resources: &'a Resources,
+    pub(super) paths: &'a VmPaths,
     /// The user it runs as, in a jail; none: as we do.
     pub(super) user: Option<u32>,
     /// Name of the empty top layer.
@@ -112,7 +112,7 @@ pub(super) fn machine_digest(shape: Shape) -> String {
 
 /// Everything after the program's name.
 pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<OsString> {
-    let dir = super::jail::seen(launch.user, launch.resources);
+    let dir = super::jail::seen(launch.user, launch.paths);
     let mut args: Vec<OsString> = Vec::new();
     let mut add = |list: &[&str]| args.extend(list.iter().map(OsString::from));
     add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
@@ -122,7 +122,7 @@ pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<Os
     add(&["-object", &memory.to_string()]);
     // Asks the kernel: there is no device file in a jail.
     add(&["-object", "rng-builtin,id=random"]);
-    add(&["-name", &mark(launch.resources)]);
+    add(&["-name", &mark(launch.paths)]);
     let listen = |id, fd: &OwnedFd| format!("socket,id={id},fd={},server=on,wait=off", fd.as_raw_fd());
     add(&[
         "-chardev",
@@ -161,8 +161,8 @@ pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<Os
 }
 
 /// What a monitor is known by in the list of processes. Part of no guest.
-pub(super) fn mark(resources: &Resources) -> String {
-    let text = format!("{} {}", resources.dir.display(), Sockets::of(resources).qmp.display());
+pub(super) fn mark(paths: &VmPaths) -> String {
+    let text = format!("{} {}", paths.dir.display(), Sockets::of(paths).qmp.display());
     text.replace(',', ",,")
 }
 

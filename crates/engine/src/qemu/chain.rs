@@ -40,7 +40,7 @@ pub(super) async fn shorten(machine: &Running, record: &Record) {
     let arguments = json!({"job-id": JOB, "device": record.top_node, "base-node": BOTTOM_NODE, "backing-file": "",
         "speed": RATE, "on-error": "report", "auto-dismiss": false});
     if let Err(error) = machine.monitor.qmp.run("block-stream", arguments).await {
-        tracing::warn!(dir = %machine.resources.dir.display(), %error, "the disk chain stays long");
+        tracing::warn!(dir = %machine.paths.dir.display(), %error, "the disk chain stays long");
     }
 }
 
@@ -79,8 +79,8 @@ pub(super) async fn follow(machine: &Running, record: &mut Record) -> Result<()>
     match job(machine).await? {
         Job::Ended { copied: true } => {
             let dropped = record.layers.split_off(1.min(record.layers.len()));
-            record.save(&machine.resources)?;
-            let dir = machine.resources.dir.clone();
+            record.save(&machine.paths)?;
+            let dir = machine.paths.dir.clone();
             blocking(move || {
                 dropped.iter().try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name)))
             })

@@ -2,7 +2,7 @@
 //!
 //! A guest writes as much as it likes; the host keeps the last [`KEPT`] bytes or so.
 
-use crate::{EngineError, Resources, Result, console::files, process::Task};
+use crate::{EngineError, Result, VmPaths, console::files, process::Task};
 use std::{fs::File, io::Write, path::Path};
 use tokio::{io::AsyncReadExt, net::UnixStream};
 
@@ -10,9 +10,9 @@ use tokio::{io::AsyncReadExt, net::UnixStream};
 const KEPT: u64 = 256 * 1024;
 
 /// Copies the console into its log until the monitor ends.
-pub(super) async fn pump(socket: &Path, resources: &Resources) -> Result<Task> {
+pub(super) async fn pump(socket: &Path, paths: &VmPaths) -> Result<Task> {
     let stream = UnixStream::connect(socket).await.map_err(EngineError::at("connect to", socket))?;
-    let [path, older] = files(resources);
+    let [path, older] = files(paths);
     let file =
         File::options().create(true).append(true).open(&path).map_err(EngineError::at("open", &path))?;
     Ok(Task(tokio::spawn(async move {

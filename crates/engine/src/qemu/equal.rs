@@ -7,9 +7,9 @@ mod guest;
 use super::{
     Qemu, QemuConfig,
     memory::locate,
-    thaw::{QemuFrozen, QemuSeat},
+    thaw::{QemuFrozen, WaitingVm},
 };
-use crate::{Frozen, layers::layer_path, steps::Stopwatch};
+use crate::{Frozen, layers::layer_path, prepared::Waiting, steps::Stopwatch};
 use anyhow::{Context, Result, ensure};
 use guest::{SHAPE, qemu_lab};
 use keiki_snapshot::{Format, MEMORY_FILE};
@@ -40,12 +40,11 @@ fn ram(dir: &Path, pid: u32) -> Result<String> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// The disk of a seat as a block node for `qemu-img`.
-fn chain(seat: &QemuSeat) -> Value {
-    let dir = &seat.resources.dir;
+/// The disk of a waiting VM as a block node for `qemu-img`.
+fn chain(dir: &Path, vm: &WaitingVm) -> Value {
     let mut below = Value::Null;
-    let top = (seat.record.top.clone(), Format::Qcow2);
-    let layers = seat.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
+    let top = (vm.record.top.clone(), Format::Qcow2);
+    let layers = vm.record.layers.iter().map(|layer| (layer.name.clone(), layer.format));
     for (name, format) in layers.chain([top]) {
         let file = json!({"driver": "file", "filename": layer_path(dir, &name), "locking": "off"});
         below = match format {
@@ -87,13 +86,14 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
 
     let mut seen = Vec::new();
     for _ in 0..2 {
-        let seat = lab.engine.seat(frozen.image(), lab.resources()?).await?;
-        let mut seat =
-            *seat.into_any().downcast::<QemuSeat>().map_err(|_| anyhow::anyhow!("another's seat"))?;
-        let monitor = seat.monitor.take().context("no monitor")?;
-        frozen.fill(&mut seat, &monitor, &mut Stopwatch::start()).await?;
-        let ram = ram(&seat.resources.dir, monitor.process.pid())?;
-        seen.push((ram, format!("json:{}", chain(&seat)), seat, monitor));
+        let prepared = lab.engine.prepare(frozen.image(), lab.paths()?).await?;
+        let (paths, mut vm) = prepared.take(frozen.image(), |waiting| match waiting {
+            Waiting::Qemu(vm) => Ok(*vm),
+            other => Err(other),
+        })?;
+        frozen.fill(&paths, &mut vm, &mut Stopwatch::start()).await?;
+        let ram = ram(&paths.dir, vm.monitor.process.pid())?;
+        seen.push((ram, format!("json:{}", chain(&paths.dir, &vm)), vm));
     }
     let image = lab_digest(&frozen.image().dir.join(MEMORY_FILE))?;
     for (ram, ..) in &seen {
@@ -110,8 +110,8 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
         .arg(format!("head -c 16777216 {} | sha256sum", raw.display()))
         .output()?;
     assert_eq!(String::from_utf8_lossy(&sum.stdout).trim(), disk.trim());
-    for (_, _, _, monitor) in seen {
-        monitor.kill().await?;
+    for (_, _, vm) in seen {
+        vm.end().await?;
     }
     child.machine.stop().await?;
     assert_eq!(SHAPE, frozen.image().shape);
@@ -136,7 +136,7 @@ async fn memory_that_a_guest_freed_goes_back_and_is_zero_ever_after() -> Result<
     let grown = child.machine.memory().await?;
     ensure!(grown.private_bytes > 64 << 20, "{} private bytes after writing 64 MiB", grown.private_bytes);
     child.sh("rm /tmp/old /tmp/more").await?;
-    let dir = child.machine.resources().dir.clone();
+    let dir = child.machine.paths().dir.clone();
     let record: Value = serde_json::from_slice(&std::fs::read(dir.join("machine.json"))?)?;
     let pid = u32::try_from(record.get("pid").and_then(Value::as_u64).context("no pid")?)?;
     let begun = Instant::now();

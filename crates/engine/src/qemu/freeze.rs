@@ -13,7 +13,7 @@
 
 use super::{chain, disk, jail, machine::Running, memory::Copier, thaw::QemuFrozen};
 use crate::{
-    EngineError, FreezeReport, Image, Resources, Result,
+    EngineError, FreezeReport, Image, Result, VmPaths,
     files::{clear_image, now},
     layers::{layer_path, link_layers, make_top, new_name},
     process::{blocking, remove_file},
@@ -53,11 +53,11 @@ async fn try_freeze(
     let mut watch = Stopwatch::start();
     let made_by = machine.host.made(machine.shape).await?;
     let (copier, node) = prepare(machine, record, image).await?;
-    let saved = Saved::prepare(&machine.resources, record.user)?;
+    let saved = Saved::prepare(&machine.paths, record.user)?;
     watch.step("prepare");
     let (copied, pause) = stand_still(machine, record, image, copier, &node, &mut watch).await?;
-    let (copier, private_bytes) = copied?;
-    let (dir, from, layers) = (image.dir.clone(), machine.resources.dir.clone(), record.layers.clone());
+    let copier = copied?;
+    let (dir, from, layers) = (image.dir.clone(), machine.paths.dir.clone(), record.layers.clone());
     let disk_mib = machine.shape.disk_mib;
     let (state, layers) = blocking(move || {
         copier.finish()?;
@@ -78,22 +78,19 @@ async fn try_freeze(
     };
     chain::shorten(machine, record).await;
     let frozen = QemuFrozen::new(&machine.host, &image.dir, manifest);
-    Ok((frozen, FreezeReport { vcpu_pause: pause, private_bytes, steps: watch.done() }))
+    Ok((frozen, FreezeReport { vcpu_pause: pause, steps: watch.done() }))
 }
 
 /// What is done before the stop: the copier, and the block node of the new top.
 async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Result<(Copier, String)> {
     chain::settle(machine, record).await?;
     let next = new_name(Format::Qcow2);
-    let path = layer_path(&machine.resources.dir, &next);
+    let path = layer_path(&machine.paths.dir, &next);
     record.next_top = Some(next.clone());
-    record.save(&machine.resources)?;
+    record.save(&machine.paths)?;
     let pid = machine.monitor.process.pid();
-    let (host, base, top) = (
-        std::sync::Arc::clone(&machine.host),
-        machine.base(),
-        layer_path(&machine.resources.dir, &record.top),
-    );
+    let (host, base, top) =
+        (std::sync::Arc::clone(&machine.host), machine.base(), layer_path(&machine.paths.dir, &record.top));
     let (dir, disk_mib, user) = (image.dir.clone(), machine.shape.disk_mib, record.user);
     let copier = blocking(move || {
         make_top(&host.config.common, disk_mib, &path, user)?;
@@ -104,7 +101,7 @@ async fn prepare(machine: &Running, record: &mut Record, image: &Image) -> Resul
     .await?;
     // Block nodes live as long as the monitor; a layer's name is unlike any other's.
     let node = node_name(&next);
-    let dir = jail::seen(user, &machine.resources);
+    let dir = jail::seen(user, &machine.paths);
     let add = disk::top_node(&node, &layer_path(&dir, &next), None);
     let add = with_null_backing(add);
     machine.monitor.qmp.run("blockdev-add", add).await?;
@@ -127,8 +124,6 @@ fn with_null_backing(mut node: serde_json::Value) -> serde_json::Value {
     node
 }
 
-type Copied = Result<(Copier, u64)>;
-
 /// The pause. Whatever fails in it, the machine runs afterwards if it ran before.
 async fn stand_still(
     machine: &Running,
@@ -137,18 +132,18 @@ async fn stand_still(
     mut copier: Copier,
     node: &str,
     watch: &mut Stopwatch,
-) -> Result<(Copied, Duration)> {
+) -> Result<(Result<Copier>, Duration)> {
     let qmp = &machine.monitor.qmp;
     let started = Instant::now();
     qmp.run("stop", json!({})).await?;
     watch.step("stop");
-    let state = jail::seen(record.user, &machine.resources).join(SAVED);
+    let state = jail::seen(record.user, &machine.paths).join(SAVED);
     let switch = async {
         qmp.run("xen-save-devices-state", json!({"filename": state})).await?;
         let arguments = json!({"node": record.top_node, "overlay": node});
         qmp.run("blockdev-snapshot", arguments).await
     };
-    let copy = blocking(move || copier.take().map(|bytes| (copier, bytes)));
+    let copy = blocking(move || copier.take().map(|()| copier));
     let (switched, copied) = tokio::join!(switch, copy);
     watch.step("take");
     let resumed = if record.paused { Ok(json!({})) } else { qmp.run("cont", json!({})).await };
@@ -158,7 +153,7 @@ async fn stand_still(
         Ok(_) => promote(record, node),
         Err(error) => return Err(full_or(error, &image.dir)),
     }
-    record.save(&machine.resources)?;
+    record.save(&machine.paths)?;
     resumed?;
     Ok((copied, pause))
 }
@@ -175,10 +170,10 @@ pub(super) fn promote(record: &mut Record, node: &str) {
 /// that stays is removed with the machine.
 pub(super) async fn abandon(machine: &Running, record: &mut Record) {
     let Some(next) = record.next_top.take() else { return };
-    let path = layer_path(&machine.resources.dir, &next);
+    let path = layer_path(&machine.paths.dir, &next);
     let forgotten = machine.monitor.qmp.run("blockdev-del", json!({"node-name": node_name(&next)})).await;
     let removed = remove_file(&path);
-    let saved = record.save(&machine.resources);
+    let saved = record.save(&machine.paths);
     for error in [forgotten.err(), removed.err(), saved.err()].into_iter().flatten() {
         tracing::debug!(%error, "after a failed freeze");
     }
@@ -200,8 +195,8 @@ struct Saved {
 }
 
 impl Saved {
-    fn prepare(resources: &Resources, user: Option<u32>) -> Result<Self> {
-        let path = resources.dir.join(SAVED);
+    fn prepare(paths: &VmPaths, user: Option<u32>) -> Result<Self> {
+        let path = paths.dir.join(SAVED);
         remove_file(&path)?;
         let file = File::options().read(true).write(true).create_new(true).open(&path);
         let file = file.map_err(EngineError::at("make", &path))?;

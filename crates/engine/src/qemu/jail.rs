@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! /usr, /lib …          read-only
-//! /m                    resources.dir: root's, the monitor may list nothing and make nothing in it
+//! /m                    paths.dir: root's, the monitor may list nothing and make nothing in it
 //! /m/vm.mem             root's; mapped privately from a descriptor that cannot write
 //! /m/layers/<lower>     root's
 //! /m/layers/<top>       its own: the one file it can change
@@ -23,7 +23,7 @@
 //! Without root there is no jail, and [`crate::Capabilities`] says so.
 
 use super::{Host, args::Launch};
-use crate::{EngineError, Resources, Result, users::USERS};
+use crate::{EngineError, Result, VmPaths, users::USERS};
 use keiki_sys::{
     jail::{Jail, Limits, make_root},
     process::{Process, Setup},
@@ -49,10 +49,10 @@ const PROBE: Duration = Duration::from_secs(10);
 const OOM_SCORE_ADJ: i16 = 500;
 
 /// The machine's directory as its monitor sees it.
-pub(super) fn seen(user: Option<u32>, resources: &Resources) -> PathBuf {
+pub(super) fn seen(user: Option<u32>, paths: &VmPaths) -> PathBuf {
     match user {
         Some(_) => Path::new("/").join(INSIDE),
-        None => resources.dir.clone(),
+        None => paths.dir.clone(),
     }
 }
 
@@ -107,7 +107,7 @@ pub(super) fn build(host: &Host, user: u32, launch: &Launch<'_>) -> Result<Jail>
         oom_score_adj: OOM_SCORE_ADJ,
     };
     let mut jail = Jail::new(&root, user, limits).map_err(failed())?;
-    jail.bind(&launch.resources.dir, &root, INSIDE, false).map_err(failed())?;
+    jail.bind(&launch.paths.dir, &root, INSIDE, false).map_err(failed())?;
     if let Some((spec, _)) = launch.boot {
         for (file, place) in [(&spec.kernel, KERNEL), (&spec.initrd, INITRD)] {
             jail.bind(file, &root, place, true).map_err(failed())?;

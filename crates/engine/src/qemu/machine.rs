@@ -2,7 +2,7 @@
 
 use super::{Host, args, console, freeze, memory, process::Monitor};
 use crate::{
-    BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Resources, Result,
+    BootSpec, EngineError, FreezeReport, Frozen, Image, Machine, Result, VmPaths,
     console::tail,
     files::make_memory,
     layers::{layer_path, make_layers_dir, make_top, new_name, take_disk},
@@ -31,7 +31,7 @@ pub(super) struct QemuMachine(pub(super) Arc<Running>);
 pub(super) struct Running {
     pub(super) host: Arc<Host>,
     pub(super) monitor: Monitor,
-    pub(super) resources: Resources,
+    pub(super) paths: VmPaths,
     pub(super) shape: Shape,
     pub(super) record: Mutex<Record>,
     pub(super) console: Task,
@@ -40,7 +40,7 @@ pub(super) struct Running {
 impl Running {
     /// The memory image it runs on.
     pub(super) fn base(&self) -> PathBuf {
-        self.resources.dir.join(MEMORY_FILE)
+        self.paths.dir.join(MEMORY_FILE)
     }
 
     /// An error that knows whether the machine has ended meanwhile.
@@ -53,23 +53,23 @@ impl Running {
 }
 
 /// A first boot.
-pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, resources: Resources) -> Result<QemuMachine> {
-    match try_boot(host, spec, &resources).await {
+pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, paths: VmPaths) -> Result<QemuMachine> {
+    match try_boot(host, spec, &paths).await {
         Ok(machine) => Ok(machine),
         Err(error) => {
-            record::clear(&resources)?;
+            record::clear(&paths)?;
             Err(error)
         }
     }
 }
 
-async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> Result<QemuMachine> {
-    let user = users::settle(&host.config.common, &host.users, resources)?;
+async fn try_boot(host: &Arc<Host>, spec: &BootSpec, paths: &VmPaths) -> Result<QemuMachine> {
+    let user = users::settle(&host.config.common, &host.users, paths)?;
     let id = user.as_ref().map(users::User::id);
     let (bottom, top) = (new_name(Format::Raw), new_name(Format::Qcow2));
-    let bottom_path = layer_path(&resources.dir, &bottom);
-    let top_path = layer_path(&resources.dir, &top);
-    let job = (Arc::clone(host), spec.clone(), resources.dir.clone(), bottom_path, top_path);
+    let bottom_path = layer_path(&paths.dir, &bottom);
+    let top_path = layer_path(&paths.dir, &top);
+    let job = (Arc::clone(host), spec.clone(), paths.dir.clone(), bottom_path, top_path);
     blocking(move || {
         let (host, spec, dir, bottom, top) = job;
         make_layers_dir(&dir)?;
@@ -83,7 +83,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
     .await?;
     let launch = args::Launch {
         shape: spec.shape,
-        resources,
+        paths,
         user: id,
         top: &top,
         boot: Some((spec, &bottom)),
@@ -104,7 +104,7 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
         waiting: false,
         user: id,
     };
-    match assemble(host, monitor, resources, record).await {
+    match assemble(host, monitor, paths, record).await {
         Ok(machine) => Ok(machine),
         Err((monitor, error)) => {
             monitor.kill().await?;
@@ -117,20 +117,20 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, resources: &Resources) -> R
 pub(super) async fn assemble(
     host: &Arc<Host>,
     monitor: Monitor,
-    resources: &Resources,
+    paths: &VmPaths,
     record: Record,
 ) -> std::result::Result<QemuMachine, (Monitor, EngineError)> {
-    let console = match console::pump(&args::Sockets::of(resources).console, resources).await {
+    let console = match console::pump(&args::Sockets::of(paths).console, paths).await {
         Ok(console) => console,
         Err(error) => return Err((monitor, error)),
     };
-    if let Err(error) = record.save(resources) {
+    if let Err(error) = record.save(paths) {
         return Err((monitor, error));
     }
     Ok(QemuMachine(Arc::new(Running {
         host: Arc::clone(host),
         monitor,
-        resources: resources.clone(),
+        paths: paths.clone(),
         shape: record.shape,
         record: Mutex::new(record),
         console,
@@ -139,8 +139,8 @@ pub(super) async fn assemble(
 
 #[async_trait]
 impl Machine for QemuMachine {
-    fn resources(&self) -> &Resources {
-        &self.0.resources
+    fn paths(&self) -> &VmPaths {
+        &self.0.paths
     }
 
     fn shape(&self) -> Shape {
@@ -167,8 +167,8 @@ impl Machine for QemuMachine {
         // Killed before the lock is asked for: a freeze that is under way fails and lets go.
         self.0.monitor.kill().await?;
         let _record = self.0.record.lock().await;
-        let resources = self.0.resources.clone();
-        blocking(move || record::clear(&resources)).await
+        let paths = self.0.paths.clone();
+        blocking(move || record::clear(&paths)).await
     }
 
     async fn ended(&self) -> String {
@@ -192,11 +192,11 @@ impl Machine for QemuMachine {
     }
 
     fn agent_socket(&self) -> PathBuf {
-        args::Sockets::of(&self.0.resources).agent
+        args::Sockets::of(&self.0.paths).agent
     }
 
     async fn console(&self, limit: usize) -> Vec<u8> {
-        tail(&self.0.resources, limit)
+        tail(&self.0.paths, limit)
     }
 }
 
@@ -213,6 +213,6 @@ impl QemuMachine {
                 .map(drop)
                 .map_err(|error| running.explain(error))
         };
-        record::set_paused(&running.record, &running.resources, paused, order).await
+        record::set_paused(&running.record, &running.paths, paused, order).await
     }
 }

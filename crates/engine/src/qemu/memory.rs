@@ -92,11 +92,10 @@ impl Copier {
         Ok(copier)
     }
 
-    /// Reads the private pages. The machine stands still. Their number of bytes.
-    pub(super) fn take(&mut self) -> Result<u64> {
+    /// Reads the private pages. The machine stands still.
+    pub(super) fn take(&mut self) -> Result<()> {
         self.mappings = locate(self.pid, &self.source)?;
         let mut runs = self.scan()?;
-        let total = runs.iter().map(|run| run.len).sum();
         let mut staged = Vec::new();
         let mut room = self.staged.len() as u64;
         runs.retain(|run| {
@@ -118,7 +117,7 @@ impl Copier {
             self.read(run.address, chunk)?;
             self.image.write_all_at(chunk, run.offset).map_err(EngineError::at("write", &self.path))?;
         }
-        Ok(total)
+        Ok(())
     }
 
     fn read_staged(&mut self, runs: &[Run]) -> Result<()> {

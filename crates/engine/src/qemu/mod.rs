@@ -1,11 +1,11 @@
 //! The portable engine: system QEMU, software emulation, on any Linux host.
 //!
 //! ```text
-//!   resources.dir/vm.mem          hard link of the memory image it runs on, never written
-//!   resources.dir/layers/*        hard links of its disk's lower layers, and its own top
-//!   resources.dir/machine.json    how to find it again
-//!   resources.dir/console.log[.1] what its guest said
-//!   resources.run_dir/*.sock      control, agent, console
+//!   paths.dir/vm.mem          hard link of the memory image it runs on, never written
+//!   paths.dir/layers/*        hard links of its disk's lower layers, and its own top
+//!   paths.dir/machine.json    how to find it again
+//!   paths.dir/console.log[.1] what its guest said
+//!   paths.run_dir/*.sock      control, agent, console
 //! ```
 //!
 //! What both engines share lies beside this directory: layers, users, records, control groups.
@@ -18,7 +18,7 @@
 //! - `chain`: disk chains kept short
 //! - `freeze`: memory, device state and disk at one instant
 //! - `ram`: the library in QEMU that maps guest RAM
-//! - `thaw`: seats, and frozen machines that go on in them
+//! - `thaw`: prepared VMs, and frozen machines that go on in them
 //! - `adopt`: machines found again
 //!
 //! The store must be one filesystem with reflinks and hard links (XFS, btrfs): layers and memory images
@@ -40,9 +40,11 @@ mod qmp;
 mod ram;
 mod thaw;
 
+pub(crate) use thaw::WaitingVm;
+
 use crate::{
-    BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, Resources, Result, Seat,
-    SharingScope, cgroup,
+    BootSpec, Capabilities, Common, Engine, EngineError, Frozen, Image, Machine, PreparedVm, Result,
+    SharingScope, VmPaths, cgroup,
     files::{make_memory, probe_store, refusal, sentence},
     layers::check_layers,
     process::blocking,
@@ -151,8 +153,8 @@ impl Engine for Qemu {
         Capabilities { kind: EngineKind::Qemu, usable, version, note }
     }
 
-    async fn boot(&self, spec: &BootSpec, resources: Resources) -> Result<Box<dyn Machine>> {
-        Ok(Box::new(machine::boot(&self.host, spec, resources).await?))
+    async fn boot(&self, spec: &BootSpec, paths: VmPaths) -> Result<Box<dyn Machine>> {
+        Ok(Box::new(machine::boot(&self.host, spec, paths).await?))
     }
 
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
@@ -167,8 +169,8 @@ impl Engine for Qemu {
         .await
     }
 
-    async fn seat(&self, image: &Image, resources: Resources) -> Result<Box<dyn Seat>> {
-        Ok(Box::new(thaw::QemuSeat::start(&self.host, image, resources).await?))
+    async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm> {
+        thaw::prepare(&self.host, image, paths).await
     }
 
     async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>> {
@@ -196,8 +198,8 @@ impl Engine for Qemu {
         Ok(Arc::new(frozen.alone(scope == SharingScope::None)))
     }
 
-    async fn adopt(&self, resources: &Resources) -> Result<Option<Box<dyn Machine>>> {
-        Ok(adopt::adopt(&self.host, resources).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
+    async fn adopt(&self, paths: &VmPaths) -> Result<Option<Box<dyn Machine>>> {
+        Ok(adopt::adopt(&self.host, paths).await?.map(|machine| Box::new(machine) as Box<dyn Machine>))
     }
 
     async fn close(&self) {}

@@ -8,7 +8,7 @@ use super::{
     ram,
 };
 use crate::{
-    EngineError, Resources, Result, cgroup,
+    EngineError, Result, VmPaths, cgroup,
     process::{Watched, blocking, remove_file},
     users::User,
 };
@@ -45,11 +45,11 @@ impl Monitor {
     pub(super) async fn start(host: &Arc<Host>, launch: &Launch<'_>, user: Option<User>) -> Result<Self> {
         let binary = &host.config.binary;
         let mut command = Command::new(binary);
-        let inherited = inherit(launch.resources)?;
+        let inherited = inherit(launch.paths)?;
         command.args(command_line(launch, &inherited));
         ram::preload(host, launch, &mut command)?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let netns = match &launch.resources.netns {
+        let netns = match &launch.paths.netns {
             Some(path) => Some(File::open(path).map_err(EngineError::at("open", path))?.into()),
             None => None,
         };
@@ -69,10 +69,10 @@ impl Monitor {
         let process = Arc::new(process);
         keiki_sys::failpoint::reach("monitor");
         if user.is_some() {
-            cgroup::confine(launch.resources, launch.shape, process.pid());
+            cgroup::confine(launch.paths, launch.shape, process.pid());
         }
-        let monitor = Self::attach(Arc::clone(&process), launch.resources, stderr, user).await;
-        let base = launch.resources.dir.join(MEMORY_FILE);
+        let monitor = Self::attach(Arc::clone(&process), launch.paths, stderr, user).await;
+        let base = launch.paths.dir.join(MEMORY_FILE);
         let pid = process.pid();
         let on_image = move || {
             // A loader that took the library for nothing would leave a guest with empty RAM.
@@ -96,13 +96,13 @@ impl Monitor {
     /// Connects to a monitor that runs.
     pub(super) async fn attach(
         process: Arc<Process>,
-        resources: &Resources,
+        paths: &VmPaths,
         pipe: Option<ChildStderr>,
         user: Option<User>,
     ) -> Result<Self> {
         let watched = Watched::new(Arc::clone(&process), pipe.map(OwnedFd::from), || {})?;
         let alive = || watched.has_ended().is_none();
-        let qmp = Qmp::connect(&Sockets::of(resources).qmp, START, alive).await;
+        let qmp = Qmp::connect(&Sockets::of(paths).qmp, START, alive).await;
         let qmp = qmp.map_err(|error| match watched.complaint() {
             Some(complaint) => EngineError::Monitor(format!("did not start: {complaint}")),
             None => error,
@@ -129,13 +129,13 @@ impl Monitor {
 }
 
 /// Opens what a monitor inherits: its sockets, listening, and its tap.
-fn inherit(resources: &Resources) -> Result<Inherited> {
-    let sockets = Sockets::of(resources);
+fn inherit(paths: &VmPaths) -> Result<Inherited> {
+    let sockets = Sockets::of(paths);
     let listen = |path: &Path| -> Result<OwnedFd> {
         remove_file(path)?;
         UnixListener::bind(path).map(OwnedFd::from).map_err(EngineError::at("listen at", path))
     };
-    let tap = match &resources.netns {
+    let tap = match &paths.netns {
         Some(netns) => {
             let tap = netns::inside(netns, || tap::open_offloading(TAP));
             Some(tap.map_err(EngineError::at("open the tap in", netns))?.into())

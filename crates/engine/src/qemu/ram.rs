@@ -29,7 +29,7 @@ pub(super) fn preload(host: &Host, launch: &Launch<'_>, command: &mut Command) -
         Some(_) => PathBuf::from("/").join(NAME),
         None => path(host),
     };
-    let image = jail::seen(launch.user, launch.resources).join(MEMORY_FILE);
+    let image = jail::seen(launch.user, launch.paths).join(MEMORY_FILE);
     let bytes = u64::from(launch.shape.memory_mib) << 20;
     command.env("LD_PRELOAD", library).env("KEIKI_RAM", image).env("KEIKI_RAM_BYTES", bytes.to_string());
     Ok(())

@@ -1,6 +1,6 @@
 //! Thaw: a new machine that goes on where a frozen one stands.
 //!
-//! A seat is a monitor started ahead: RAM mapped from the image (privately, no page of it touched), an empty
+//! A prepared VM is a monitor started ahead: RAM mapped from the image (privately, no page of it touched), an empty
 //! top layer without backing, sockets, waiting for a state. A thaw gives the directory its own names of every
 //! file, puts the chain under the top, loads the device state, and lets the vCPUs run. The machine then
 //! needs nothing of the frozen directory any more.
@@ -11,9 +11,10 @@ use super::{
     process::Monitor,
 };
 use crate::{
-    EngineError, Frozen, Image, Machine, Resources, Result, Seat, Steps,
+    EngineError, Frozen, Image, Machine, PreparedVm, Result, Steps, VmPaths,
     files::{persist, take_memory},
     layers::{layer_path, make_layers_dir, make_top, new_name},
+    prepared::Waiting,
     process::{blocking, remove_file},
     record::{self, Layer, Record},
     steps::Stopwatch,
@@ -23,7 +24,6 @@ use async_trait::async_trait;
 use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE};
 use serde_json::{Value, json};
 use std::{
-    any::Any,
     fs,
     path::Path,
     sync::Arc,
@@ -36,99 +36,78 @@ const LOAD: Duration = Duration::from_secs(30);
 /// How long a monitor that failed may take to end by itself.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
-/// A monitor that waits.
-pub(super) struct QemuSeat {
-    pub(super) resources: Resources,
-    image: Image,
+/// A monitor that waits for a state.
+pub(crate) struct WaitingVm {
     pub(super) record: Record,
-    /// None once it was taken: nothing is left to end.
-    pub(super) monitor: Option<Monitor>,
+    pub(super) monitor: Monitor,
 }
 
-impl QemuSeat {
-    pub(super) async fn start(host: &Arc<Host>, image: &Image, resources: Resources) -> Result<Self> {
-        match Self::try_start(host, image, &resources).await {
-            Ok(seat) => Ok(seat),
-            Err(error) => {
-                record::clear(&resources)?;
-                Err(error)
-            }
-        }
+impl WaitingVm {
+    pub(crate) fn is_alive(&self) -> bool {
+        self.monitor.has_ended().is_none()
     }
 
-    async fn try_start(host: &Arc<Host>, image: &Image, resources: &Resources) -> Result<Self> {
-        let user = users::settle(&host.config.common, &host.users, resources)?;
-        let id = user.as_ref().map(users::User::id);
-        let top = new_name(Format::Qcow2);
-        let path = layer_path(&resources.dir, &top);
-        let memory = resources.dir.join(MEMORY_FILE);
-        let job = (Arc::clone(host), image.clone(), resources.dir.clone(), path, memory);
-        blocking(move || {
-            let (host, image, dir, path, memory) = job;
-            make_layers_dir(&dir)?;
-            take_memory(&image, &memory)?;
-            make_top(&host.config.common, image.shape.disk_mib, &path, id)
-        })
-        .await?;
-        let launch =
-            args::Launch { shape: image.shape, resources, user: id, top: &top, boot: None, tsc_khz: None };
-        let monitor = Monitor::start(host, &launch, user).await?;
-        let record = Record {
-            version: record::VERSION,
-            pid: monitor.process.pid(),
-            start_time: monitor.process.start_time(),
-            shape: image.shape,
-            layers: Vec::new(),
-            top,
-            top_node: args::TOP_NODE.into(),
-            next_top: None,
-            unsure: false,
-            paused: false,
-            waiting: true,
-            user: id,
-        };
-        record.save(resources)?;
-        Ok(Self { resources: resources.clone(), image: image.clone(), record, monitor: Some(monitor) })
+    pub(crate) fn kill(&self, dir: &Path) -> Result<()> {
+        self.monitor.process.kill().map_err(EngineError::at("end the monitor of", dir))
+    }
+
+    /// Kills it and waits until it is gone.
+    pub(crate) async fn end(&self) -> Result<()> {
+        self.monitor.kill().await
     }
 }
 
-#[async_trait]
-impl Seat for QemuSeat {
-    fn resources(&self) -> &Resources {
-        &self.resources
-    }
-
-    fn is_alive(&self) -> bool {
-        self.monitor.as_ref().is_some_and(|monitor| monitor.has_ended().is_none())
-    }
-
-    async fn cancel(mut self: Box<Self>) {
-        if let Some(monitor) = self.monitor.take() {
-            end(monitor, self.resources.clone()).await;
+/// Starts a monitor for this image.
+pub(super) async fn prepare(host: &Arc<Host>, image: &Image, paths: VmPaths) -> Result<PreparedVm> {
+    match start_waiting(host, image, &paths).await {
+        Ok(waiting) => Ok(PreparedVm::new(image, paths, Waiting::Qemu(Box::new(waiting)))),
+        Err(error) => {
+            record::clear(&paths)?;
+            Err(error)
         }
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any + Send> {
-        self
     }
 }
 
-impl Drop for QemuSeat {
-    fn drop(&mut self) {
-        let Some(monitor) = self.monitor.take() else { return };
-        let ended = monitor.process.kill().map_err(EngineError::at("end", &self.resources.dir));
-        if let Err(error) = ended.and_then(|()| record::clear(&self.resources)) {
-            tracing::warn!(%error, "a seat left something behind");
-        }
-    }
+async fn start_waiting(host: &Arc<Host>, image: &Image, paths: &VmPaths) -> Result<WaitingVm> {
+    let user = users::settle(&host.config.common, &host.users, paths)?;
+    let id = user.as_ref().map(users::User::id);
+    let top = new_name(Format::Qcow2);
+    let path = layer_path(&paths.dir, &top);
+    let memory = paths.dir.join(MEMORY_FILE);
+    let job = (Arc::clone(host), image.clone(), paths.dir.clone(), path, memory);
+    blocking(move || {
+        let (host, image, dir, path, memory) = job;
+        make_layers_dir(&dir)?;
+        take_memory(&image, &memory)?;
+        make_top(&host.config.common, image.shape.disk_mib, &path, id)
+    })
+    .await?;
+    let launch = args::Launch { shape: image.shape, paths, user: id, top: &top, boot: None, tsc_khz: None };
+    let monitor = Monitor::start(host, &launch, user).await?;
+    let record = Record {
+        version: record::VERSION,
+        pid: monitor.process.pid(),
+        start_time: monitor.process.start_time(),
+        shape: image.shape,
+        layers: Vec::new(),
+        top,
+        top_node: args::TOP_NODE.into(),
+        next_top: None,
+        unsure: false,
+        paused: false,
+        waiting: true,
+        user: id,
+    };
+    record.save(paths)?;
+    Ok(WaitingVm { record, monitor })
 }
 
 /// Ends a monitor that will not be a machine.
-async fn end(monitor: Monitor, resources: Resources) {
+async fn end(monitor: Monitor, paths: VmPaths) {
     let killed = monitor.kill().await;
-    let cleared = blocking(move || record::clear(&resources)).await;
+    let cleared = blocking(move || record::clear(&paths)).await;
     for error in [killed.err(), cleared.err()].into_iter().flatten() {
-        tracing::warn!(%error, "a seat left something behind");
+        tracing::warn!(%error, "a failed thaw left something behind");
     }
 }
 
@@ -154,12 +133,12 @@ impl QemuFrozen {
     /// Everything but letting it run.
     pub(super) async fn fill(
         &self,
-        seat: &mut QemuSeat,
-        monitor: &Monitor,
+        paths: &VmPaths,
+        vm: &mut WaitingVm,
         watch: &mut Stopwatch,
     ) -> Result<()> {
-        let (from, to, layers) =
-            (self.image.dir.clone(), seat.resources.dir.clone(), self.manifest.layers.clone());
+        let WaitingVm { record, monitor } = vm;
+        let (from, to, layers) = (self.image.dir.clone(), paths.dir.clone(), self.manifest.layers.clone());
         blocking(move || {
             for layer in layers {
                 let new = layer_path(&to, &layer.name);
@@ -170,34 +149,28 @@ impl QemuFrozen {
         })
         .await?;
         watch.step("link");
-        self.attach_chain(seat, monitor).await?;
+        let dir = jail::seen(record.user, paths);
+        self.attach_chain(&dir, &record.top, monitor).await?;
         watch.step("disk");
-        let state = jail::seen(seat.record.user, &seat.resources).join(STATE_FILE);
-        let channel = json!({"transport": "file", "filename": state, "offset": 0});
+        let channel = json!({"transport": "file", "filename": dir.join(STATE_FILE), "offset": 0});
         let channels = json!({"channels": [{"channel-type": "main", "addr": channel}]});
         monitor.qmp.run("migrate-incoming", channels).await?;
         loaded(monitor).await?;
-        remove_file(&seat.resources.dir.join(STATE_FILE))?;
+        remove_file(&paths.dir.join(STATE_FILE))?;
         watch.step("load");
-        let (waiting, layers) = (
-            false,
-            self.manifest
-                .layers
-                .iter()
-                .map(|layer| Layer { name: layer.name.clone(), format: layer.format })
-                .collect(),
-        );
-        seat.record = Record { waiting, layers, ..seat.record.clone() };
+        let layers = self.manifest.layers.iter();
+        record.layers =
+            layers.map(|layer| Layer { name: layer.name.clone(), format: layer.format }).collect();
+        record.waiting = false;
         Ok(())
     }
 
     /// Opens the lower layers, bottom first, and puts the top over them.
-    async fn attach_chain(&self, seat: &QemuSeat, monitor: &Monitor) -> Result<()> {
-        let dir = jail::seen(seat.record.user, &seat.resources);
+    async fn attach_chain(&self, dir: &Path, top: &str, monitor: &Monitor) -> Result<()> {
         let mut below = String::new();
         for (index, layer) in self.manifest.layers.iter().enumerate() {
             let node = format!("layer{index}");
-            let path = layer_path(&dir, &layer.name);
+            let path = layer_path(dir, &layer.name);
             let add = match layer.format {
                 Format::Raw => disk::raw_node(&node, &path),
                 Format::Qcow2 => disk::overlay_node(&node, &path, &below),
@@ -205,8 +178,7 @@ impl QemuFrozen {
             monitor.qmp.run("blockdev-add", add).await?;
             below = node;
         }
-        let top = layer_path(&dir, &seat.record.top);
-        let top = disk::top_node(args::TOP_NODE, &top, Some(&below));
+        let top = disk::top_node(args::TOP_NODE, &layer_path(dir, top), Some(&below));
         monitor.qmp.run("blockdev-reopen", json!({"options": [top]})).await?;
         Ok(())
     }
@@ -237,20 +209,16 @@ impl Frozen for QemuFrozen {
         &self.image
     }
 
-    async fn thaw(&self, seat: Box<dyn Seat>) -> Result<(Box<dyn Machine>, Steps)> {
-        let mut seat = seat
-            .into_any()
-            .downcast::<QemuSeat>()
-            .map_err(|_| EngineError::Monitor("is a seat of another engine".into()))?;
-        if seat.image != self.image {
-            return Err(EngineError::Monitor("is a seat of another image".into()));
-        }
+    async fn thaw(&self, prepared: PreparedVm) -> Result<(Box<dyn Machine>, Steps)> {
         let mut watch = Stopwatch::start();
-        let Some(monitor) = seat.monitor.take() else {
-            return Err(EngineError::Monitor("was taken from its seat".into()));
-        };
-        let machine = match self.fill(&mut seat, &monitor, &mut watch).await {
-            Ok(()) => assemble(&self.host, monitor, &seat.resources, seat.record.clone()).await,
+        let (paths, mut vm) = prepared.take(&self.image, |waiting| match waiting {
+            Waiting::Qemu(vm) => Ok(*vm),
+            other => Err(other),
+        })?;
+        let filled = self.fill(&paths, &mut vm, &mut watch).await;
+        let WaitingVm { record, monitor } = vm;
+        let machine = match filled {
+            Ok(()) => assemble(&self.host, monitor, &paths, record).await,
             Err(error) => Err((monitor, error)),
         };
         let started = match machine {
@@ -259,7 +227,7 @@ impl Frozen for QemuFrozen {
                 // Its last words say more than that its socket closed.
                 let ended = tokio::time::timeout(LAST_WORDS, monitor.wait()).await;
                 let error = ended.map_or(error, EngineError::Ended);
-                end(monitor, seat.resources.clone()).await;
+                end(monitor, paths).await;
                 return Err(error);
             }
         };

@@ -9,7 +9,7 @@
 
 use anyhow::{Context, Result, bail};
 use keiki_engine::{
-    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, Resources, Steps,
+    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, Steps, VmPaths,
     kvm::{Kvm, KvmConfig},
     qemu::{Qemu, QemuConfig},
 };
@@ -129,11 +129,11 @@ impl Lab {
         Ok(dir)
     }
 
-    pub fn resources(&self) -> Result<Resources> {
+    pub fn paths(&self) -> Result<VmPaths> {
         let dir = self.fresh("m")?;
         let run_dir = dir.join("run");
         fs::create_dir(&run_dir)?;
-        Ok(Resources { dir, run_dir, netns: None })
+        Ok(VmPaths { dir, run_dir, netns: None })
     }
 
     pub fn spec(&self) -> BootSpec {
@@ -149,7 +149,7 @@ impl Lab {
     }
 
     pub async fn boot(&self) -> Result<Guest> {
-        let machine = self.engine.boot(&self.spec(), self.resources()?).await?;
+        let machine = self.engine.boot(&self.spec(), self.paths()?).await?;
         Guest::connect(machine).await
     }
 
@@ -164,10 +164,10 @@ impl Lab {
 
     pub async fn thaw_timed(&self, frozen: &dyn Frozen) -> Result<(Guest, Steps, Duration)> {
         let started = Instant::now();
-        let seat = self.engine.seat(frozen.image(), self.resources()?).await?;
-        let seated = started.elapsed();
-        let (machine, steps) = frozen.thaw(seat).await?;
-        Ok((Guest::connect(machine).await?, steps, seated))
+        let prepared = self.engine.prepare(frozen.image(), self.paths()?).await?;
+        let took = started.elapsed();
+        let (machine, steps) = frozen.thaw(prepared).await?;
+        Ok((Guest::connect(machine).await?, steps, took))
     }
 }
 
@@ -185,7 +185,7 @@ impl Guest {
     pub async fn connect(machine: Box<dyn Machine>) -> Result<Self> {
         let stream = UnixStream::connect(machine.agent_socket()).await?;
         let mut guest = Self { machine, stream, unread: Vec::new(), serial: 0 };
-        let mark = format!("<<HELLO {}>>", guest.machine.resources().dir.display());
+        let mark = format!("<<HELLO {}>>", guest.machine.paths().dir.display());
         let wanted = format!("{mark}\n");
         let hello = async {
             loop {

@@ -455,7 +455,7 @@ impl Inner {
 
     /// Ends a machine that no sandbox has been told about.
     async fn end_unnamed(&self, live: &Live) {
-        let dir = &live.machine.resources().dir;
+        let dir = &live.machine.paths().dir;
         let id = dir.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse().ok());
         if let Some(id) = id {
             self.end_live(id, live).await;

@@ -12,7 +12,7 @@ use crate::{
     sandbox::Live,
     store::make_dir,
 };
-use keiki_engine::{EngineError, Frozen, Image, Machine, Resources, Seat};
+use keiki_engine::{EngineError, Frozen, Image, Machine, PreparedVm, VmPaths};
 use keiki_net::Slot;
 use keiki_types::SandboxId;
 use std::{
@@ -26,14 +26,14 @@ pub(super) const CONSOLE_TAIL: usize = 4096;
 /// Where a machine will live: its directories, its network, and a monitor that waits.
 pub(super) struct Place {
     pub id: SandboxId,
-    seat: Box<dyn Seat>,
+    prepared: PreparedVm,
     slot: Slot,
 }
 
 impl Place {
     /// Its monitor still waits.
     pub fn is_alive(&self) -> bool {
-        self.seat.is_alive()
+        self.prepared.is_alive()
     }
 }
 
@@ -61,8 +61,8 @@ impl Individual {
 
 impl Inner {
     /// What the machine of this sandbox owns.
-    pub(super) fn resources(&self, id: SandboxId, slot: Option<&Slot>) -> Resources {
-        Resources {
+    pub(super) fn resources(&self, id: SandboxId, slot: Option<&Slot>) -> VmPaths {
+        VmPaths {
             dir: self.store.sandbox(id),
             run_dir: self.store.run(id),
             netns: slot.map(Slot::netns_path),
@@ -70,7 +70,7 @@ impl Inner {
     }
 
     /// Directories and a network slot for a machine.
-    pub(super) async fn ground(&self, id: SandboxId) -> Result<(Slot, Resources)> {
+    pub(super) async fn ground(&self, id: SandboxId) -> Result<(Slot, VmPaths)> {
         let slot =
             self.slots.take().await.map_err(|cause| Error::internal("no network slot can be made", cause))?;
         let resources = self.resources(id, Some(&slot));
@@ -88,8 +88,8 @@ impl Inner {
     pub(super) async fn place(&self, id: SandboxId, image: &Image) -> Result<Place> {
         let _turn = self.starting.acquire().await;
         let (slot, resources) = self.ground(id).await?;
-        match self.engine.seat(image, resources).await {
-            Ok(seat) => Ok(Place { id, seat, slot }),
+        match self.engine.prepare(image, resources).await {
+            Ok(prepared) => Ok(Place { id, prepared, slot }),
             Err(error) => {
                 self.clear_ground(id, Some(slot)).await;
                 Err(engine_error("cannot start a monitor", error))
@@ -99,7 +99,7 @@ impl Inner {
 
     /// Gives a place up.
     pub(super) async fn vacate(&self, place: Place) {
-        place.seat.cancel().await;
+        place.prepared.cancel().await;
         self.clear_ground(place.id, Some(place.slot)).await;
     }
 
@@ -113,8 +113,8 @@ impl Inner {
         clock: &mut Clock,
     ) -> Result<Live> {
         let _turn = self.starting.acquire().await;
-        let Place { id, seat, slot } = place;
-        let (machine, steps) = match frozen.thaw(seat).await {
+        let Place { id, prepared, slot } = place;
+        let (machine, steps) = match frozen.thaw(prepared).await {
             Ok(thawed) => thawed,
             Err(error) => {
                 self.clear_ground(id, Some(slot)).await;

@@ -96,7 +96,7 @@ impl Node {
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
-        inner.engine.all_adopted();
+        inner.engine.adoption_finished();
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
         tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })

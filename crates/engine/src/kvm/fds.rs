@@ -1,8 +1,8 @@
-//! What one copy of a machine owns, opened: a seat costs no process here.
+//! The open descriptors of one copy: preparing a VM costs no process here.
 
 use super::Host;
 use crate::{
-    EngineError, Resources, Result,
+    EngineError, Result, VmPaths,
     console::files,
     layers::{layer_path, make_layers_dir, make_top, new_name},
     process::remove_file,
@@ -22,28 +22,28 @@ use std::{
     path::Path,
 };
 
-/// Everything that goes to a monitor with a boot or a thaw, but the lower layers.
-pub(super) struct Ground {
+/// What goes to a monitor with a boot or a thaw, but for the lower layers.
+pub(crate) struct VmFds {
     /// Name of the empty top layer.
     pub(super) top: String,
     files: Vec<(Role, OwnedFd)>,
 }
 
-impl Ground {
-    /// Makes and opens it. What was made before an error is cleared with the resources.
-    pub(super) fn prepare(host: &Host, resources: &Resources, disk_mib: u32) -> Result<Self> {
+impl VmFds {
+    /// Makes and opens them. After an error the caller clears the paths.
+    pub(super) fn prepare(host: &Host, paths: &VmPaths, disk_mib: u32) -> Result<Self> {
         if host.config.common.first_user.is_some() {
-            hide(&resources.dir)?;
-            hide(&resources.run_dir)?;
+            hide(&paths.dir)?;
+            hide(&paths.run_dir)?;
         }
-        make_layers_dir(&resources.dir)?;
-        let (control, agent) = (resources.run_dir.join(CONTROL), resources.run_dir.join(AGENT));
+        make_layers_dir(&paths.dir)?;
+        let (control, agent) = (paths.run_dir.join(CONTROL), paths.run_dir.join(AGENT));
         remove_file(&control)?;
         remove_file(&agent)?;
         let listener = keiki_control::listen(&control).map_err(super::control::failed)?;
         let agent = UnixListener::bind(&agent).map_err(EngineError::at("listen at", &agent))?;
-        let (top, file) = new_top(host, &resources.dir, disk_mib)?;
-        let [log, _] = files(resources);
+        let (top, file) = new_top(host, &paths.dir, disk_mib)?;
+        let [log, _] = files(paths);
         let console = File::options().read(true).write(true).create(true).truncate(false).open(&log);
         let console = console.map_err(EngineError::at("open", &log))?;
         let mut files = vec![
@@ -52,7 +52,7 @@ impl Ground {
             (Role::Agent, agent.into()),
             (Role::Console, console.into()),
         ];
-        if let Some(netns) = &resources.netns {
+        if let Some(netns) = &paths.netns {
             let tap = netns::inside(netns, || tap::open_offloading(TAP));
             files.push((Role::Tap, tap.map_err(EngineError::at("open the tap in", netns))?.into()));
         }
