@@ -13,7 +13,7 @@
 //! its hello arrives in the middle of a call or session, which would take it for the rest of what it waits
 //! for. So both look for hellos too, and end at one.
 
-use crate::{individual::uptime, log, port::Port, service::Agent};
+use crate::{identity::uptime, log, port::Port, service::Agent};
 use bytes::BytesMut;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -372,7 +372,7 @@ mod tests {
     use bytes::BytesMut;
     use keiki_protocol::{
         gate::{Call, GateError, call},
-        guest::{Individual, ThawUserRequest},
+        guest::{Identity, ThawUserRequest},
         handshake::{HELLO_LEN, Hello, Scanner},
     };
     use proptest::prelude::{any, prop};
@@ -429,7 +429,7 @@ mod tests {
             size in 1usize..400,
         ) {
             let hello = Hello::new(1, [2; 16]);
-            let order = Individual { entropy: entropy.into(), ..Individual::default() };
+            let order = Identity { entropy: entropy.into(), ..Identity::default() };
             let stream =
                 [&hello.encode().repeat(repeats)[..], &call(&order), &call(&ThawUserRequest {}), b"PRI *"].concat();
             let (mut input, mut found) = (input(hello), vec![]);
@@ -439,7 +439,7 @@ mod tests {
                     found.push(call);
                 }
             }
-            assert_eq!(found, [Call::Individualize(order.into()), Call::ThawUser(ThawUserRequest {})]);
+            assert_eq!(found, [Call::AssumeIdentity(order.into()), Call::ThawUser(ThawUserRequest {})]);
             assert!(matches!(input.next(), Ok(Some(Next::Http2))));
             assert!(b"PRI *".ends_with(&input.bytes) && !input.bytes.is_empty());
         }
@@ -452,7 +452,7 @@ mod tests {
             after in prop::collection::vec(any::<u8>(), 0..50),
             size in 1usize..400,
         ) {
-            let order = Individual { entropy: entropy.into(), ..Individual::default() };
+            let order = Identity { entropy: entropy.into(), ..Identity::default() };
             let wire = call(&order);
             let before = &wire[..cut.index(wire.len())];
             let other = Hello::new(3, [4; 16]).encode();

@@ -1,6 +1,6 @@
 //! `keiki-guest` is PID 1 of every sandbox. It boots the root disk's system, collects what ends, and does what
 //! the node asks over one virtio-console port: run commands, move files, stand still for a freeze, and become
-//! a new individual after a thaw.
+//! the new identity of a copy after a thaw.
 //!
 //! One thread does nearly everything; what may block on a file system has threads of its own. It must never
 //! end: then the kernel panics, and the machine with it.
@@ -11,7 +11,7 @@ mod cgroup;
 mod dial;
 mod exec;
 mod files;
-mod individual;
+mod identity;
 mod link;
 mod log;
 mod port;
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         log::line(&format!("cannot start: control groups: {error}"));
         return end();
     }
-    if let Err(error) = individual::prepare() {
+    if let Err(error) = identity::prepare() {
         log::line(&format!("machine id: {error}"));
     }
     // A freeze must not wait for user work's time slices, nor a command for its own child's.

@@ -4,7 +4,7 @@ use crate::{
     archive, cgroup, dial,
     exec::{ExecError, Execs, Launched, Reader, Spooled, end_user_work, event},
     files::{self, FileError, Upload},
-    individual::{Identity, IndividualError, announce, secrets, uptime},
+    identity::{IdentityError, IdentityState, announce, secrets, uptime},
     log, ports,
     reaper::Reaper,
     watch,
@@ -14,7 +14,7 @@ use futures::{Stream, stream};
 use keiki_archive::{Counts, Options};
 use keiki_protocol::guest::{
     AttachRequest, ChmodRequest, DialChunk, Done, Entry, ExecEvent, ExecSpec, FileChunk, FlushReply,
-    FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Individual, IndividualAck, InfoReply,
+    FlushRequest, ForgetRequest, FreezeUserReply, FreezeUserRequest, Identity, IdentityAck, InfoReply,
     InfoRequest, InputChunk, InputReply, ListDirReply, ListExecsReply, ListExecsRequest, ListPortsReply,
     ListPortsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
     RenameRequest, ResizeReply, ResizeRequest, SealedSecrets, SecretKeyReply, SecretKeyRequest,
@@ -48,7 +48,7 @@ const PIECES: usize = 4;
 /// Events of a watch between the kernel's queue and the connection.
 const WATCHED_AHEAD: usize = 64;
 const DEFAULT_FREEZE: Duration = Duration::from_secs(1);
-/// The first command of a new individual comes before its comforts.
+/// The first command of a copy comes before its comforts.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(300);
 const MAX_GRACE: Duration = Duration::from_secs(60);
 
@@ -56,7 +56,7 @@ const MAX_GRACE: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone)]
 pub struct Agent {
     execs: Arc<Execs>,
-    identity: Arc<Identity>,
+    identity: Arc<IdentityState>,
     /// Some while user work is frozen: the proof that no process is being made.
     frozen: Arc<Mutex<Option<OwnedRwLockWriteGuard<()>>>>,
     /// Opens the next secrets that come.
@@ -66,10 +66,15 @@ pub struct Agent {
 impl Agent {
     /// With no command yet, of generation 0.
     pub fn new(execs: Arc<Execs>, reaper: Arc<Reaper>) -> Self {
-        Self { execs, identity: Arc::new(Identity::new(reaper)), frozen: Arc::default(), key: Arc::default() }
+        Self {
+            execs,
+            identity: Arc::new(IdentityState::new(reaper)),
+            frozen: Arc::default(),
+            key: Arc::default(),
+        }
     }
 
-    /// Which individual this machine is.
+    /// The generation of the identity that this machine has.
     pub fn generation(&self) -> u64 {
         self.identity.generation()
     }
@@ -102,32 +107,32 @@ impl Agent {
     pub async fn gate(&self, call: Call) -> Bytes {
         match call {
             Call::SecretKey(ask) => reply(&self.new_key(&ask)),
-            Call::Individualize(order) => reply(&self.individualize(*order).await),
+            Call::AssumeIdentity(identity) => reply(&self.assume_identity(*identity).await),
             Call::ThawUser(_) => reply(&self.thaw().await),
         }
     }
 
     fn new_key(&self, ask: &SecretKeyRequest) -> Result<SecretKeyReply, Status> {
-        Identity::refresh(&ask.entropy).map_err(individual_status)?;
+        IdentityState::refresh(&ask.entropy).map_err(identity_status)?;
         let (key, public_key) = Key::new();
         *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key);
         Ok(SecretKeyReply { public_key: public_key.into() })
     }
 
-    async fn individualize(&self, mut order: Individual) -> Result<IndividualAck, Status> {
-        let given = self.open(&order.secrets.take().unwrap_or_default())?;
-        let ack = self.identity.become_new(&order, &given).await.map_err(individual_status)?;
+    async fn assume_identity(&self, mut identity: Identity) -> Result<IdentityAck, Status> {
+        let given = self.open(&identity.secrets.take().unwrap_or_default())?;
+        let ack = self.identity.assume(&identity, &given).await.map_err(identity_status)?;
         drop(given);
-        let identity = self.identity.clone();
+        let state = self.identity.clone();
         tokio::spawn(async move {
             sleep(ANNOUNCE_AFTER).await;
-            // A copy made meanwhile is somebody else, and announces that itself.
-            if identity.generation() != order.generation {
+            // A copy made in the meantime has another identity and announces that one itself.
+            if state.generation() != identity.generation {
                 return;
             }
-            log::line(&format!("generation {} ({})", order.generation, order.reason));
-            if !order.hostname.is_empty() {
-                spawn_blocking(move || announce(&order.hostname));
+            log::line(&format!("generation {} ({})", identity.generation, identity.reason));
+            if !identity.hostname.is_empty() {
+                spawn_blocking(move || announce(&identity.hostname));
             }
         });
         Ok(ack)
@@ -489,13 +494,11 @@ fn failed(what: &str, error: &io::Error) -> Status {
     Status::internal(format!("{what}: {error}"))
 }
 
-fn individual_status(error: IndividualError) -> Status {
+fn identity_status(error: IdentityError) -> Status {
     match error {
-        IndividualError::Generation { .. } => Status::failed_precondition(error.to_string()),
-        IndividualError::Entropy(_) | IndividualError::Hostname => {
-            Status::invalid_argument(error.to_string())
-        }
-        IndividualError::Step(..) => Status::internal(log::chain(&error)),
+        IdentityError::Generation { .. } => Status::failed_precondition(error.to_string()),
+        IdentityError::Entropy(_) | IdentityError::Hostname => Status::invalid_argument(error.to_string()),
+        IdentityError::Step(..) => Status::internal(log::chain(&error)),
     }
 }
 

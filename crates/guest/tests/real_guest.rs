@@ -12,7 +12,7 @@ use keiki_protocol::{
     client::Opened,
     gate::call,
     guest::{
-        AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Individual, InfoRequest, InputChunk,
+        AttachRequest, EnvVar, ExecSpec, FreezeUserRequest, Identity, InfoRequest, InputChunk,
         ListExecsRequest, MkdirRequest, PathRequest, Pty, ReadFileRequest, ReadSecretsRequest, RemoveRequest,
         RenameRequest, ResizeRequest, SealedSecrets, SecretKeyRequest, ShutdownRequest, SignalRequest,
         SymlinkRequest, ThawUserRequest, WipeSecretsRequest, WriteChunk, WriteHeader, exec_event::Event,
@@ -40,7 +40,7 @@ async fn everything_in_one_guest() {
     endings(&client).await;
     input_and_terminal(&client).await;
     files(&client).await;
-    let client = individual(&machine, client).await;
+    let client = released(&machine, client).await;
     let client = renewal(&machine, client).await;
     freezing(&client).await;
     drop(client);
@@ -96,7 +96,7 @@ async fn a_copy_in_another_process_listens_again() {
         println!("copy {name}: connected after {} ms", begin.elapsed().as_millis());
         let begin = Instant::now();
         become_new(&mut gate, generation).await;
-        println!("copy {name}: individual after {} ms", begin.elapsed().as_millis());
+        println!("copy {name}: released after {} ms", begin.elapsed().as_millis());
         let client = gate.client().await.unwrap();
         assert_eq!(run(&client, shell("cat /run/keiki/generation")).await.out(), generation.to_string());
         let request = AttachRequest { id: "counter".into(), ..AttachRequest::default() };
@@ -394,9 +394,9 @@ async fn files(client: &Client) {
     println!("files: ok");
 }
 
-fn order(generation: u64) -> Individual {
+fn order(generation: u64) -> Identity {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    Individual {
+    Identity {
         generation,
         entropy: vec![generation as u8; 64].into(),
         unix_nanos: since.as_nanos() as u64,
@@ -406,7 +406,7 @@ fn order(generation: u64) -> Individual {
         run_hooks: true,
         sandbox_id: "copy".into(),
         parent_sandbox_id: "original".into(),
-        ..Individual::default()
+        ..Identity::default()
     }
 }
 
@@ -417,7 +417,7 @@ async fn become_new(gate: &mut Opened, generation: u64) {
 }
 
 /// Through the gate, as a machine that was frozen meanwhile would go: the connection behind it. Refused: user work still stands.
-async fn renew(machine: &Machine, client: Client, order: Individual) -> Result<Client, (Client, Status)> {
+async fn renew(machine: &Machine, client: Client, order: Identity) -> Result<Client, (Client, Status)> {
     client.clone().freeze_user(FreezeUserRequest { timeout_ms: 2000 }).await.unwrap();
     drop(client);
     let (mut gate, _) = machine.open(order.generation).await;
@@ -437,7 +437,7 @@ async fn renew(machine: &Machine, client: Client, order: Individual) -> Result<C
     }
 }
 
-async fn individual(machine: &Machine, client: Client) -> Client {
+async fn released(machine: &Machine, client: Client) -> Client {
     let client = renew(machine, client, order(7)).await.unwrap();
     // It runs at all: user work goes on. The hosts file comes a little later.
     let found = "hostname; until getent hosts host-7; do sleep 0.1; done";
@@ -454,7 +454,7 @@ async fn individual(machine: &Machine, client: Client) -> Client {
     drop(client);
     let (mut gate, _) = machine.open(7).await;
     assert_eq!(gate.call(&order(7)).await.unwrap_err().code(), Code::FailedPrecondition);
-    assert!(gate.call(&Individual::default()).await.unwrap_err().message().contains("not greater than"));
+    assert!(gate.call(&Identity::default()).await.unwrap_err().message().contains("not greater than"));
     // Nor does hello have to be said at its beginning only.
     assert_eq!(gate.meet().await.unwrap().hello.generation, 7);
     let client = gate.client().await.unwrap();
@@ -468,7 +468,7 @@ async fn individual(machine: &Machine, client: Client) -> Client {
     drop(cut);
     let (client, hello) = machine.connect(8).await;
     assert_eq!(hello.generation, 7);
-    println!("individual: ok");
+    println!("identity: ok");
     client
 }
 
@@ -480,7 +480,7 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
         && echo duid >/etc/dhcpcd.duid";
     assert_eq!(run(&client, shell(prepare)).await.exit.code, 0);
     let first = run(&client, shell(identity)).await.out();
-    let wake = Individual { is_new: false, reason: "wake".into(), ..order(8) };
+    let wake = Identity { is_new: false, reason: "wake".into(), ..order(8) };
     let client = renew(machine, client, wake).await.unwrap();
     assert_eq!(run(&client, shell(identity)).await.out(), first);
     let client = renew(machine, client, order(9)).await.unwrap();
@@ -500,7 +500,7 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
         owner: owner.into(),
     };
     let given = sealed(&client, &[secret("ONE", ""), secret("TWO", "nobody")]).await;
-    let with = |generation| Individual { secrets: Some(given.clone()), ..order(generation) };
+    let with = |generation| Identity { secrets: Some(given.clone()), ..order(generation) };
     let client = renew(machine, client, with(11)).await.unwrap();
     let (client, again) = renew(machine, client, with(12)).await.unwrap_err();
     assert!(again.message().contains("without a key"), "a key opened two messages: {again}");
@@ -521,7 +521,7 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
     let back = sealed(&client, &read).await;
     client.clone().put_secrets(back).await.unwrap();
     assert_eq!(run(&client, shell(&names("cat ONE"))).await.out(), "ONE");
-    let keep = Individual { keep_secrets: vec!["TWO".into()], ..order(12) };
+    let keep = Identity { keep_secrets: vec!["TWO".into()], ..order(12) };
     let client = renew(machine, client, keep).await.unwrap();
     assert_eq!(run(&client, shell(&names("ls"))).await.out(), "TWO\n");
 

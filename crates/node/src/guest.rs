@@ -3,7 +3,7 @@
 
 mod gate;
 
-pub use gate::{Gate, NewIdentity, Secrets};
+pub use gate::{Gate, Secrets};
 
 use crate::error::{Error, Result};
 use keiki_protocol::{
@@ -41,7 +41,7 @@ const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 const SAID: usize = 300;
 /// User processes must stand still within this, or the freeze is refused.
 const FREEZE_LIMIT_MS: u32 = 5_000;
-/// Bytes of fresh entropy each new individual gets.
+/// Bytes of fresh entropy that each copy gets.
 const ENTROPY_BYTES: usize = 256;
 
 /// How long a guest may take.
@@ -68,7 +68,7 @@ impl GuestLink {
     /// To a machine that was released before: after a restart of the node, say. A new copy comes through its [`Gate`].
     ///
     /// # Errors
-    /// If the guest does not answer in time, is another individual, or its agent is of another age.
+    /// If the guest does not answer in time, has another identity, or its agent is of another age.
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
         let opened = open_released(socket, generation, LIMITS.connect).await?;
         Self::over(opened, socket.into(), generation, LIMITS).await
@@ -314,7 +314,7 @@ async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(Opened
     Opened::open(stream, generation, limit).await.map_err(unreached)
 }
 
-/// Also looks whether the machine became this individual.
+/// Also checks that the machine has the identity of this generation.
 async fn open_released(socket: &Path, generation: u64, limit: Duration) -> Result<Opened> {
     let (opened, met) = open(socket, generation, limit).await?;
     if met.hello.generation == generation {

@@ -1,10 +1,10 @@
-//! The release gate on the wire: the few calls that make a copy a new individual and let its user work go on.
+//! The release gate on the wire: the few calls that give a copy its own identity and resume its user work.
 //!
 //! They come after the handshake, before HTTP/2, on the same connection, in the plainest form there is. A copy runs all of
 //! its guest's code for the first time: on an emulated processor HTTP/2 would cost more than the calls themselves.
 //!
 //! ```text
-//!   call:   kind u8 | length u32 | message      kind 1: secret key, 2: individualize, 3: thaw user
+//!   call:   kind u8 | length u32 | message      kind 1: secret key, 2: assume identity, 3: thaw user
 //!   reply:  code u8 | length u32 | message      code 0: what was asked for; else a gRPC code, and the reason as text
 //! ```
 //!
@@ -13,7 +13,7 @@
 //! connects again to a machine that was released makes no call.
 
 use crate::{
-    guest::{Individual, IndividualAck, SecretKeyReply, SecretKeyRequest, ThawUserReply, ThawUserRequest},
+    guest::{Identity, IdentityAck, SecretKeyReply, SecretKeyRequest, ThawUserReply, ThawUserRequest},
     secrets,
 };
 use prost::{
@@ -44,9 +44,9 @@ impl Ask for SecretKeyRequest {
     type Reply = SecretKeyReply;
 }
 
-impl Ask for Individual {
+impl Ask for Identity {
     const KIND: u8 = 2;
-    type Reply = IndividualAck;
+    type Reply = IdentityAck;
 }
 
 impl Ask for ThawUserRequest {
@@ -59,8 +59,8 @@ impl Ask for ThawUserRequest {
 pub enum Call {
     /// A key for the secrets of the next call.
     SecretKey(SecretKeyRequest),
-    /// Become this individual.
-    Individualize(Box<Individual>),
+    /// Assume this identity.
+    AssumeIdentity(Box<Identity>),
     /// Let user work go on.
     ThawUser(ThawUserRequest),
 }
@@ -93,7 +93,7 @@ pub fn call<A: Ask>(ask: &A) -> Bytes {
 /// # Errors
 /// If they begin with none.
 pub fn take_call(bytes: &mut BytesMut) -> Result<Option<Call>, GateError> {
-    let known = [SecretKeyRequest::KIND, Individual::KIND, ThawUserRequest::KIND];
+    let known = [SecretKeyRequest::KIND, Identity::KIND, ThawUserRequest::KIND];
     let Some(kind) = bytes.first().copied() else { return Ok(None) };
     if !known.contains(&kind) {
         return Err(GateError::Kind(kind));
@@ -101,7 +101,7 @@ pub fn take_call(bytes: &mut BytesMut) -> Result<Option<Call>, GateError> {
     let Some(message) = take_message(bytes, MAX_CALL)? else { return Ok(None) };
     Ok(Some(match kind {
         SecretKeyRequest::KIND => Call::SecretKey(read(message)?),
-        Individual::KIND => Call::Individualize(Box::new(read(message)?)),
+        Identity::KIND => Call::AssumeIdentity(Box::new(read(message)?)),
         _ => Call::ThawUser(read(message)?),
     }))
 }
@@ -182,8 +182,8 @@ mod tests {
     use crate::{guest::StepTime, handshake::MARKER};
     use proptest::prelude::{any, prop};
 
-    fn individual(generation: u64, hostname: String, entropy: Vec<u8>) -> Individual {
-        Individual { generation, hostname, entropy: entropy.into(), ..Individual::default() }
+    fn identity(generation: u64, hostname: String, entropy: Vec<u8>) -> Identity {
+        Identity { generation, hostname, entropy: entropy.into(), ..Identity::default() }
     }
 
     #[test]
@@ -240,7 +240,7 @@ mod tests {
             entropy in prop::collection::vec(any::<u8>(), 0..300),
             size in 1usize..400,
         ) {
-            let order = individual(generation, hostname, entropy.clone());
+            let order = identity(generation, hostname, entropy.clone());
             let key = SecretKeyRequest { entropy: entropy.into() };
             let wire = [&call(&key)[..], &call(&order), &call(&ThawUserRequest {})].concat();
             let (mut bytes, mut calls) = (BytesMut::new(), vec![]);
@@ -251,7 +251,7 @@ mod tests {
                 }
             }
             let expected =
-                [Call::SecretKey(key), Call::Individualize(order.into()), Call::ThawUser(ThawUserRequest {})];
+                [Call::SecretKey(key), Call::AssumeIdentity(order.into()), Call::ThawUser(ThawUserRequest {})];
             assert_eq!(calls, expected);
             assert!(bytes.is_empty());
         }
@@ -265,13 +265,13 @@ mod tests {
             behind in prop::collection::vec(any::<u8>(), 0..20),
             cut in any::<prop::sample::Index>(),
         ) {
-            let ack = IndividualAck { generation, steps: vec![StepTime { step: "x".into(), micros }] };
+            let ack = IdentityAck { generation, steps: vec![StepTime { step: "x".into(), micros }] };
             for answer in [Ok(ack), Err(Status::new(Code::from(code), &why))] {
                 let wire = reply(&answer);
                 let mut part = BytesMut::from(&wire[..cut.index(wire.len())]);
-                assert!(take_reply::<IndividualAck>(&mut part).unwrap().is_none());
+                assert!(take_reply::<IdentityAck>(&mut part).unwrap().is_none());
                 let mut bytes = BytesMut::from(&[&wire[..], &behind].concat()[..]);
-                match (take_reply::<IndividualAck>(&mut bytes).unwrap().unwrap(), answer) {
+                match (take_reply::<IdentityAck>(&mut bytes).unwrap().unwrap(), answer) {
                     (Ok(got), Ok(sent)) => assert_eq!(got, sent),
                     (Err(got), Err(sent)) => {
                         assert_eq!((got.code(), got.message()), (sent.code(), sent.message()));
@@ -287,7 +287,7 @@ mod tests {
             let mut bytes = BytesMut::from(&noise[..]);
             while let Ok(Some(_)) = take_call(&mut bytes) {}
             let mut bytes = BytesMut::from(&noise[..]);
-            while let Ok(Some(_)) = take_reply::<IndividualAck>(&mut bytes) {}
+            while let Ok(Some(_)) = take_reply::<IdentityAck>(&mut bytes) {}
         }
     }
 }

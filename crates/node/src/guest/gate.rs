@@ -1,4 +1,4 @@
-//! The release gate: a copy that was thawed becomes a new individual, says so, and only then do its user processes go on.
+//! The release gate: a thawed copy assumes its identity and acknowledges it; only then do its user processes resume.
 
 use super::{
     GuestLink, LIMITS, Limits, entropy, failed, key_request, open, plain, sealed_to, unreached, within,
@@ -7,10 +7,9 @@ use crate::{clock::Clock, error::Result};
 use keiki_protocol::{
     client::{ConnectError, Met, Opened},
     gate::Ask,
-    guest::{Individual, SealedSecrets, ThawUserRequest},
+    guest::{Identity, SealedSecrets, ThawUserRequest},
     seal::Plain,
 };
-use keiki_types::Origin;
 use std::{
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -22,41 +21,6 @@ const CLOCK_ROUND: Duration = Duration::from_millis(30);
 const CLOCK_TRIES: usize = 4;
 /// Steps of the gate that a guest may tell of.
 const STEPS: usize = 16;
-
-/// What a copy is to new.
-#[derive(Debug, Clone)]
-pub struct NewIdentity {
-    /// How it came to be.
-    pub origin: Origin,
-    /// Its name.
-    pub hostname: String,
-    /// Of the sandbox; told to hooks, as are its ancestors'.
-    pub id: String,
-    /// Forked from.
-    pub parent_sandbox_id: String,
-    /// Restored from, or the nearest in its ancestry.
-    pub parent_snapshot_id: String,
-    /// What it may read.
-    pub secrets: Secrets,
-    /// A template is being baked: not a copy that anybody meets, so no hooks.
-    pub is_bake: bool,
-}
-
-impl NewIdentity {
-    /// With nothing but a name.
-    #[must_use]
-    pub fn named(origin: Origin, hostname: &str) -> Self {
-        Self {
-            origin,
-            hostname: hostname.into(),
-            id: String::new(),
-            parent_sandbox_id: String::new(),
-            parent_snapshot_id: String::new(),
-            secrets: Secrets::default(),
-            is_bake: false,
-        }
-    }
-}
 
 /// The secrets of a copy: those it is given, and which it keeps of those it came with.
 #[derive(Debug, Clone, Default)]
@@ -109,13 +73,18 @@ impl Gate {
         Ok(Self { opened, met, socket: socket.into(), generation, limits })
     }
 
-    /// Makes the copy a new individual, and lets its user processes go on once it has said so: in a call of their own, for
-    /// a guest that does not say so is to run nothing.
+    /// Gives the copy its identity and secrets, and resumes its user processes once it has acknowledged them. Two calls:
+    /// a guest that does not acknowledge its identity must run nothing.
     ///
     /// # Errors
-    /// If it does not acknowledge exactly this generation, or does not go on: the copy must not be released then.
-    pub async fn release(mut self, new: NewIdentity, clock: &mut Clock) -> Result<GuestLink> {
-        for (step, took) in self.individualize(new).await? {
+    /// If it does not acknowledge exactly this generation, or does not resume: the copy must not be released then.
+    pub async fn release(
+        mut self,
+        identity: Identity,
+        secrets: Secrets,
+        clock: &mut Clock,
+    ) -> Result<GuestLink> {
+        for (step, took) in self.assume_identity(identity, secrets).await? {
             clock.note(&format!("guest:{step}"), took);
         }
         clock.lap("individualize");
@@ -125,27 +94,25 @@ impl Gate {
         Ok(link)
     }
 
-    /// Returns the guest's own step times once it acknowledged. User processes still stand.
-    async fn individualize(&mut self, new: NewIdentity) -> Result<Vec<(String, Duration)>> {
+    /// Returns the guest's own step times once it has acknowledged. User processes are still frozen.
+    async fn assume_identity(
+        &mut self,
+        identity: Identity,
+        secrets: Secrets,
+    ) -> Result<Vec<(String, Duration)>> {
         const WHAT: &str = "take on its new identity";
-        let secrets = self.sealed(&new.secrets.give).await?;
+        let sealed = self.sealed(&secrets.give).await?;
         let clocks = self.clocks().await?;
-        let individual = Individual {
+        let identity = Identity {
             generation: self.generation,
             entropy: entropy().into(),
             unix_nanos: u64::try_from(clocks.unix.as_nanos()).unwrap_or(u64::MAX),
-            hostname: new.hostname,
-            reason: new.origin.as_str().into(),
-            sandbox_id: new.id,
-            parent_sandbox_id: new.parent_sandbox_id,
-            parent_snapshot_id: new.parent_snapshot_id,
-            secrets: Some(secrets),
-            keep_secrets: new.secrets.keep,
-            is_new: new.origin != Origin::Wake,
-            run_hooks: !new.is_bake,
             uptime_ms: clocks.uptime_ms,
+            secrets: Some(sealed),
+            keep_secrets: secrets.keep,
+            ..identity
         };
-        let ack = self.call(WHAT, &individual).await?;
+        let ack = self.call(WHAT, &identity).await?;
         if ack.generation != self.generation {
             let what = format!("acknowledged generation {} instead of {}", ack.generation, self.generation);
             return Err(failed(WHAT, Status::internal(what)));

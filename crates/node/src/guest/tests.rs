@@ -1,6 +1,6 @@
 //! The node against agents that a hostile guest could run.
 
-use super::{Gate, GuestLink, Limits, NewIdentity, Secrets, plain, refusal};
+use super::{Gate, GuestLink, Limits, Secrets, plain, refusal};
 use crate::{clock::Clock, error::Error};
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
@@ -10,11 +10,10 @@ use hyper::body::Frame;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use keiki_protocol::{
     gate::{Call, call, reply, take_call},
-    guest::{IndividualAck, InfoRequest, SecretKeyReply, StepTime, ThawUserReply, ThawUserRequest},
+    guest::{Identity, IdentityAck, InfoRequest, SecretKeyReply, StepTime, ThawUserReply, ThawUserRequest},
     handshake::{HELLO_LEN, Hello, OLDEST},
     seal::Plain,
 };
-use keiki_types::Origin;
 use std::{
     convert::Infallible,
     sync::{Arc, Mutex},
@@ -58,7 +57,7 @@ fn acknowledges(generation: u64, call: &Call) -> Vec<u8> {
     match call {
         // No key.
         Call::SecretKey(_) => reply(&Ok(SecretKeyReply { public_key: "k".into() })),
-        Call::Individualize(_) => reply(&Ok(IndividualAck { generation, steps })),
+        Call::AssumeIdentity(_) => reply(&Ok(IdentityAck { generation, steps })),
         Call::ThawUser(_) => reply(&Ok(ThawUserReply { micros: 1 })),
     }
     .to_vec()
@@ -127,8 +126,8 @@ impl Peer {
         Gate::open_within(LIMITS, &self.dir.path().join("agent.sock"), 5).await.unwrap()
     }
 
-    async fn release(&self, new: NewIdentity) -> crate::error::Result<GuestLink> {
-        self.gate().await.release(new, &mut Clock::start()).await
+    async fn release(&self, secrets: Secrets) -> crate::error::Result<GuestLink> {
+        self.gate().await.release(named(), secrets, &mut Clock::start()).await
     }
 
     /// What it was asked, by name.
@@ -136,15 +135,21 @@ impl Peer {
         let calls = self.calls.lock().unwrap();
         let name = |call: &Call| match call {
             Call::SecretKey(_) => "key",
-            Call::Individualize(_) => "individualize",
+            Call::AssumeIdentity(_) => "identity",
             Call::ThawUser(_) => "thaw",
         };
         calls.iter().map(|(_, call)| name(call)).collect()
     }
 }
 
-fn named() -> NewIdentity {
-    NewIdentity::named(Origin::Fork, "h")
+fn named() -> Identity {
+    Identity {
+        hostname: "h".into(),
+        reason: "fork".into(),
+        is_new: true,
+        run_hooks: true,
+        ..Identity::default()
+    }
 }
 
 /// Shakes hands, answers calls of the gate, then is what it is.
@@ -207,7 +212,7 @@ async fn every_call_ends_and_says_one_thing() {
         (Agent::Talks, "no no no"),
     ] {
         let peer = Peer::new(Ways { agent, ..GOOD });
-        let link = peer.release(named()).await.unwrap();
+        let link = peer.release(Secrets::default()).await.unwrap();
         let started = Instant::now();
         let flush = link.flush().await.unwrap_err();
         let user = link.freeze_user().await.unwrap_err();
@@ -251,14 +256,14 @@ async fn a_hostile_agent_is_not_released() {
     for (what, at_gate, clue) in ways {
         let peer = Peer::new(Ways { at_gate, ..GOOD });
         let started = Instant::now();
-        let error = peer.release(named()).await.err().expect(what).to_string();
+        let error = peer.release(Secrets::default()).await.err().expect(what).to_string();
         assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
         assert!(
             error.contains("did not take on its new identity") && error.contains(clue),
             "{what}: {error}"
         );
         assert!(error.len() < 500 && !error.contains(char::is_control), "{what}: {error:?}");
-        assert_eq!(peer.asked(), ["individualize"], "{what}: its processes go on");
+        assert_eq!(peer.asked(), ["identity"], "{what}: its processes go on");
     }
 }
 
@@ -281,7 +286,12 @@ async fn an_agent_that_lets_nothing_go_on_is_not_released() {
         ),
     ];
     for (what, at_gate, clue) in thaws {
-        let error = Peer::new(Ways { at_gate, ..GOOD }).release(named()).await.err().expect(what).to_string();
+        let error = Peer::new(Ways { at_gate, ..GOOD })
+            .release(Secrets::default())
+            .await
+            .err()
+            .expect(what)
+            .to_string();
         assert!(error.contains("did not thaw its processes") && error.contains(clue), "{what}: {error}");
     }
 }
@@ -290,10 +300,10 @@ async fn an_agent_that_lets_nothing_go_on_is_not_released() {
 async fn user_processes_go_on_only_after_the_acknowledgement_was_found_right() {
     let peer = Peer::new(GOOD);
     let mut clock = Clock::start();
-    peer.gate().await.release(named(), &mut clock).await.unwrap();
-    assert_eq!(peer.asked(), ["individualize", "thaw"]);
+    peer.gate().await.release(named(), Secrets::default(), &mut clock).await.unwrap();
+    assert_eq!(peer.asked(), ["identity", "thaw"]);
     let calls = peer.calls.lock().unwrap();
-    let Call::Individualize(order) = &calls[0].1 else { panic!("{calls:?}") };
+    let Call::AssumeIdentity(order) = &calls[0].1 else { panic!("{calls:?}") };
     assert_eq!((order.generation, order.uptime_ms), (5, UPTIME));
     assert_eq!(calls[1].0, call(&ThawUserRequest {}));
     // Of what it tells of itself, a part is passed on, in plain words.
@@ -306,19 +316,19 @@ async fn user_processes_go_on_only_after_the_acknowledgement_was_found_right() {
 async fn a_slow_answer_tells_no_time_and_hello_is_said_again() {
     // Longer than a round trip that is believed.
     let peer = Peer::new(Ways { late: Duration::from_millis(40), ..GOOD });
-    peer.release(named()).await.unwrap();
+    peer.release(Secrets::default()).await.unwrap();
     assert_eq!(*peer.hellos.lock().unwrap(), 5);
-    assert_eq!(peer.asked(), ["individualize", "thaw"]);
+    assert_eq!(peer.asked(), ["identity", "thaw"]);
 }
 
 #[tokio::test]
 async fn secrets_do_not_cross_in_the_clear() {
     let secret =
         Plain { name: "KEY".into(), owner: String::new(), value: Zeroizing::new(b"hush-hush".to_vec()) };
-    let new = NewIdentity { secrets: Secrets { give: vec![secret], keep: vec![] }, ..named() };
+    let secrets = Secrets { give: vec![secret], keep: vec![] };
     // Its key is no key: then nothing is sent at all.
     let peer = Peer::new(GOOD);
-    let error = peer.release(new).await.err().unwrap();
+    let error = peer.release(secrets).await.err().unwrap();
     assert!(error.to_string().contains("did not make a key for its secrets"), "{error}");
     assert_eq!(peer.asked(), ["key"]);
     assert!(!peer.calls.lock().unwrap()[0].0.windows(4).any(|four| four == b"hush"));

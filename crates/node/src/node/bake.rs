@@ -8,14 +8,14 @@ use super::{
 use crate::{
     clock::{Clock, ms},
     error::{Error, Result},
-    guest::{Gate, GuestLink, NewIdentity, plain, refusal},
+    guest::{Gate, GuestLink, Secrets, plain, refusal},
     records::TemplateRecord,
     store::{make_dir, tree_bytes},
 };
 use anyhow::Context;
 use keiki_engine::{BootSpec, Machine};
 use keiki_image::TemplateSpec;
-use keiki_protocol::guest::{ExecSpec, InfoRequest, exec_event::Event};
+use keiki_protocol::guest::{ExecSpec, Identity, InfoRequest, exec_event::Event};
 use keiki_types::{Origin, SandboxId, Shape};
 use std::{path::Path, time::Duration};
 use time::OffsetDateTime;
@@ -159,8 +159,13 @@ impl Inner {
         build: &Building,
         clock: &mut Clock,
     ) -> Result<(GuestLink, String)> {
-        let new = NewIdentity { is_bake: true, ..NewIdentity::named(Origin::Create, WARM_NAME) };
-        let guest = gate.release(new, clock).await?;
+        let identity = Identity {
+            hostname: WARM_NAME.into(),
+            reason: Origin::Create.as_str().into(),
+            is_new: true,
+            ..Identity::default()
+        };
+        let guest = gate.release(identity, Secrets::default(), clock).await?;
         let info = guest.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
         let info = info.map_err(|status| refusal(&status))?;
         for line in WARM {

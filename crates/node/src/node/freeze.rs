@@ -9,7 +9,7 @@
 
 use super::{
     Inner,
-    machine::{Individual, Place, engine_error},
+    machine::{Place, engine_error, identity_of},
     request,
     secrets::{self, Out},
 };
@@ -17,6 +17,7 @@ use crate::{
     admission::Ticket,
     clock::{Clock, ms},
     error::{Error, Result},
+    guest::Secrets,
     lifecycle::{Decision, Verb},
     once::Once,
     records::{SandboxRecord, SnapshotRecord},
@@ -25,6 +26,7 @@ use crate::{
 };
 use futures::future::join_all;
 use keiki_engine::{Frozen, Image};
+use keiki_protocol::guest::Identity;
 use keiki_sys::failpoint::arm;
 use keiki_types::{
     Origin, SandboxId, Shape, SnapshotId, Status,
@@ -280,8 +282,8 @@ impl Inner {
         clock.lap("admit");
 
         let scratch = self.store.scratch();
-        let who = children.iter().map(|child| Individual::of(child, secrets.clone()));
-        let who = who.zip(tickets).collect();
+        let who = children.iter().zip(tickets);
+        let who = who.map(|(child, ticket)| (identity_of(child), secrets.clone(), ticket)).collect();
         let made = self.fork_into(&sandbox, &live, &scratch, &children, who, &mut clock).await;
         drop(verb);
         self.store.remove_or_log(scratch).await;
@@ -302,7 +304,7 @@ impl Inner {
         live: &Live,
         scratch: &std::path::Path,
         children: &[SandboxRecord],
-        who: Vec<(Individual, Ticket)>,
+        who: Vec<(Identity, Secrets, Ticket)>,
         clock: &mut Clock,
     ) -> Result<(Vec<(Live, Clock)>, Taken)> {
         let image = self.image(scratch, children[0].shape).await?;
@@ -320,11 +322,11 @@ impl Inner {
                 return Err(error);
             }
         };
-        let thaws = places.into_iter().zip(who).map(|(place, (who, ticket))| {
+        let thaws = places.into_iter().zip(who).map(|(place, (identity, secrets, ticket))| {
             let mut clock = clock.clone();
             let frozen = Arc::clone(&taken.frozen);
             async move {
-                let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
+                let live = self.thaw(frozen.as_ref(), place, identity, secrets, ticket, &mut clock).await?;
                 Ok((live, clock))
             }
         });

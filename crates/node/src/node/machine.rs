@@ -1,5 +1,5 @@
 //! The one way a machine comes to life: a place is prepared, a frozen machine is thawed into it, and it is
-//! released only after it has acknowledged that it is a new individual. Create, fork, restore and wake are
+//! released only after it has acknowledged its new identity. Create, fork, restore and wake are
 //! this with another frozen machine.
 
 use super::Inner;
@@ -7,14 +7,15 @@ use crate::{
     admission::Ticket,
     clock::Clock,
     error::{Error, Result},
-    guest::{Gate, GuestLink, NewIdentity, Secrets},
+    guest::{Gate, GuestLink, Secrets},
     records::SandboxRecord,
     sandbox::Live,
     store::make_dir,
 };
 use keiki_engine::{EngineError, Frozen, Image, Machine, PreparedVm, VmPaths};
 use keiki_net::Slot;
-use keiki_types::SandboxId;
+use keiki_protocol::guest::Identity;
+use keiki_types::{Origin, SandboxId};
 use std::{
     sync::{Mutex, PoisonError},
     time::Duration,
@@ -37,25 +38,19 @@ impl Place {
     }
 }
 
-/// Who the machine becomes.
-#[derive(Debug)]
-pub(super) struct Individual {
-    pub generation: u64,
-    pub new: NewIdentity,
-}
-
-impl Individual {
-    /// Who this record is of.
-    pub fn of(record: &SandboxRecord, secrets: Secrets) -> Self {
-        let text = |id: Option<String>| id.unwrap_or_default();
-        let new = NewIdentity {
-            id: record.id.to_string(),
-            parent_sandbox_id: text(record.parent_sandbox_id.map(|id| id.to_string())),
-            parent_snapshot_id: text(record.parent_snapshot_id.map(|id| id.to_string())),
-            secrets,
-            ..NewIdentity::named(record.origin, &hostname(record.id))
-        };
-        Self { generation: record.generation, new }
+/// The identity of the machine that this record is of. The gate adds what changes with every release.
+pub(super) fn identity_of(record: &SandboxRecord) -> Identity {
+    let text = |id: Option<String>| id.unwrap_or_default();
+    Identity {
+        generation: record.generation,
+        hostname: hostname(record.id),
+        reason: record.origin.as_str().into(),
+        sandbox_id: record.id.to_string(),
+        parent_sandbox_id: text(record.parent_sandbox_id.map(|id| id.to_string())),
+        parent_snapshot_id: text(record.parent_snapshot_id.map(|id| id.to_string())),
+        is_new: record.origin != Origin::Wake,
+        run_hooks: true,
+        ..Identity::default()
     }
 }
 
@@ -108,7 +103,8 @@ impl Inner {
         &self,
         frozen: &dyn Frozen,
         place: Place,
-        who: Individual,
+        identity: Identity,
+        secrets: Secrets,
         ticket: Ticket,
         clock: &mut Clock,
     ) -> Result<Live> {
@@ -125,7 +121,7 @@ impl Inner {
             clock.note(&step, took);
         }
         clock.lap("thaw");
-        match self.release(machine.as_ref(), who, clock).await {
+        match self.release(machine.as_ref(), identity, secrets, clock).await {
             Ok(guest) => Ok(Live { machine, guest, slot: Mutex::new(Some(slot)), _ticket: ticket }),
             Err(error) => {
                 let error = with_console(error, machine.as_ref()).await;
@@ -136,10 +132,16 @@ impl Inner {
     }
 
     /// The release gate: user processes go on only once the guest acknowledged its new generation.
-    async fn release(&self, machine: &dyn Machine, who: Individual, clock: &mut Clock) -> Result<GuestLink> {
+    async fn release(
+        &self,
+        machine: &dyn Machine,
+        identity: Identity,
+        secrets: Secrets,
+        clock: &mut Clock,
+    ) -> Result<GuestLink> {
         let socket = machine.agent_socket();
         let gate = tokio::select! {
-            gate = Gate::open(&socket, who.generation) => gate?,
+            gate = Gate::open(&socket, identity.generation) => gate?,
             how = machine.ended() => {
                 return Err(Error::internal(
                     "the machine ended before it could be released",
@@ -148,7 +150,7 @@ impl Inner {
             }
         };
         clock.lap("connect");
-        gate.release(who.new, clock).await
+        gate.release(identity, secrets, clock).await
     }
 
     /// Ends a machine and takes back everything it had.

@@ -3,7 +3,7 @@
 use super::{
     Inner, Sharing,
     freeze::released_timings,
-    machine::{Individual, Place, engine_error},
+    machine::{Place, engine_error, identity_of},
     request, secrets,
 };
 use crate::{
@@ -161,8 +161,7 @@ impl Inner {
                 None => self.place(record.id, frozen.image()).await?,
             };
             clock.lap("place");
-            let who = Individual::of(&record, secrets);
-            self.thaw(frozen, place, who, ticket, clock).await
+            self.thaw(frozen, place, identity_of(&record), secrets, ticket, clock).await
         };
         match made.await {
             Ok(live) => self.come_up(record, live, once, clock).await,
@@ -231,8 +230,8 @@ impl Inner {
         let generation = self.records.generation().await?;
         let place = self.place(record.id, frozen.image()).await?;
         let woken = SandboxRecord { origin: Origin::Wake, generation, ..record.clone() };
-        let who = Individual::of(&woken, secrets::of_woken(&record));
-        let live = self.thaw(frozen.as_ref(), place, who, ticket, &mut clock).await?;
+        let (identity, secrets) = (identity_of(&woken), secrets::of_woken(&record));
+        let live = self.thaw(frozen.as_ref(), place, identity, secrets, ticket, &mut clock).await?;
         let woken = SandboxRecord {
             status: Status::Running,
             origin: Origin::Wake,

@@ -6,7 +6,7 @@
 //! ignores it for a process that does not handle it, and one that does (for urgent data, or Go's scheduler) must be
 //! ready for it at any time.
 
-use super::identity::random;
+use super::machine_id::random;
 use crate::{exec::signal_all, sys};
 use keiki_protocol::generation::{ADDRESS, DEVICE, LEN};
 use rustix::process::Signal;

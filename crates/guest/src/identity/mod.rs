@@ -1,4 +1,4 @@
-//! Making a copy of a machine a new individual before user work goes on. In order:
+//! The identity that a copy of a machine assumes before its user work resumes. In order:
 //!
 //! ```text
 //!   entropy      credited, and the kernel's generator started anew: all that follows draws from it. A VM generation ID
@@ -11,22 +11,23 @@
 //!   hooks        /etc/keiki/thaw.d
 //! ```
 //!
-//! A copy is known by its generation, a number greater than those of all its ancestors. An order for another
-//! one is refused: it was meant for another machine, or comes late. If any step fails there is no
-//! acknowledgement, and the node destroys the copy.
+//! The generation identifies a copy: a number greater than that of every ancestor. An identity with a smaller one
+//! was meant for another machine or is late, and is refused. If a step fails there is no acknowledgement, and the node
+//! destroys the copy.
 
 mod connections;
 mod generation;
 mod hooks;
-mod identity;
+mod host_keys;
+mod machine_id;
 mod program;
 pub mod secrets;
 
-pub use identity::prepare;
+pub use machine_id::prepare;
 
 use crate::{cgroup, reaper::Reaper, sys};
 use keiki_protocol::{
-    guest::{Individual, IndividualAck, StepTime},
+    guest::{Identity, IdentityAck, StepTime},
     seal::Plain,
 };
 use rustix::time::{ClockId, Timespec, clock_gettime, clock_settime};
@@ -46,9 +47,9 @@ const MAX_HOSTNAME: usize = 64;
 const HOSTS: &str = "/etc/hosts";
 const HOSTS_MARK: &str = "# keiki";
 
-/// Why a machine did not become a new individual.
+/// Why a machine did not assume an identity.
 #[derive(Debug, thiserror::Error)]
-pub enum IndividualError {
+pub enum IdentityError {
     /// Meant for another machine, or late.
     #[error("generation {wanted} is not greater than {current}")]
     Generation {
@@ -57,7 +58,7 @@ pub enum IndividualError {
         /// Had.
         current: u64,
     },
-    /// Less randomness than a new individual needs.
+    /// Less randomness than a copy needs.
     #[error("{0} bytes of entropy: {MIN_ENTROPY} to {MAX_ENTROPY} are needed")]
     Entropy(usize),
     /// Not a name a machine can have.
@@ -68,14 +69,14 @@ pub enum IndividualError {
     Step(&'static str, #[source] io::Error),
 }
 
-/// Which individual this machine is.
+/// The identity that this machine has.
 #[derive(Debug)]
-pub struct Identity {
+pub struct IdentityState {
     generation: AtomicU64,
-    /// One order at a time.
-    order: tokio::sync::Mutex<()>,
+    /// One at a time.
+    assuming: tokio::sync::Mutex<()>,
     reaper: Arc<Reaper>,
-    slow_keys: identity::SlowKeys,
+    slow_keys: host_keys::SlowKeys,
 }
 
 /// Steps done, and how long each took.
@@ -88,8 +89,8 @@ impl Steps {
         name: &'static str,
         begin: Instant,
         result: io::Result<T>,
-    ) -> Result<T, IndividualError> {
-        let done = result.map_err(|error| IndividualError::Step(name, error))?;
+    ) -> Result<T, IdentityError> {
+        let done = result.map_err(|error| IdentityError::Step(name, error))?;
         let micros = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.0.push(StepTime { step: name.to_owned(), micros });
         Ok(done)
@@ -99,21 +100,21 @@ impl Steps {
         &mut self,
         name: &'static str,
         work: impl FnOnce() -> io::Result<T>,
-    ) -> Result<T, IndividualError> {
+    ) -> Result<T, IdentityError> {
         let begin = Instant::now();
         let result = work();
         self.note(name, begin, result)
     }
 }
 
-impl Identity {
+impl IdentityState {
     /// Of generation 0.
     pub fn new(reaper: Arc<Reaper>) -> Self {
         Self {
             generation: AtomicU64::new(0),
-            order: tokio::sync::Mutex::default(),
+            assuming: tokio::sync::Mutex::default(),
             reaper,
-            slow_keys: identity::SlowKeys::default(),
+            slow_keys: host_keys::SlowKeys::default(),
         }
     }
 
@@ -123,42 +124,38 @@ impl Identity {
     }
 
     /// Randomness that another has, credited, before a key is drawn: a copy would draw its original's.
-    pub fn refresh(bytes: &[u8]) -> Result<(), IndividualError> {
+    pub fn refresh(bytes: &[u8]) -> Result<(), IdentityError> {
         check_entropy(bytes)?;
-        entropy(bytes).map_err(|error| IndividualError::Step("entropy", error))
+        entropy(bytes).map_err(|error| IdentityError::Step("entropy", error))
     }
 
-    /// Carries out an order, and gives the machine the secrets that came with it.
-    pub async fn become_new(
-        &self,
-        order: &Individual,
-        given: &[Plain],
-    ) -> Result<IndividualAck, IndividualError> {
-        let _one = self.order.lock().await;
+    /// Assumes an identity, and stores the secrets that came with it.
+    pub async fn assume(&self, identity: &Identity, given: &[Plain]) -> Result<IdentityAck, IdentityError> {
+        let _one = self.assuming.lock().await;
         let current = self.generation();
-        check(order, current)?;
+        check(identity, current)?;
         let mut steps = Steps::default();
         // Here and not on another thread: a few system calls, none of which waits for a disk.
         steps.run("entropy", || {
-            entropy(&order.entropy)?;
+            entropy(&identity.entropy)?;
             generation::tell_kernel()
         })?;
-        if order.unix_nanos > 0 {
-            steps.run("clock", || clock(order.unix_nanos, order.uptime_ms))?;
+        if identity.unix_nanos > 0 {
+            steps.run("clock", || clock(identity.unix_nanos, identity.uptime_ms))?;
         }
-        if !order.hostname.is_empty() {
-            steps.run("hostname", || Ok(rustix::system::sethostname(order.hostname.as_bytes())?))?;
+        if !identity.hostname.is_empty() {
+            steps.run("hostname", || Ok(rustix::system::sethostname(identity.hostname.as_bytes())?))?;
         }
         let mut slow_keys = vec![];
-        if order.is_new {
+        if identity.is_new {
             let kept = steps.run("machine_id", || {
-                let kept = identity::Kept::read();
-                identity::machine_id(&kept)?;
+                let kept = machine_id::Kept::read();
+                machine_id::machine_id(&kept)?;
                 Ok(kept)
             })?;
-            steps.run("seeds", || identity::seeds(&kept))?;
+            steps.run("seeds", || machine_id::seeds(&kept))?;
             let begin = Instant::now();
-            let keys = identity::host_keys(&self.reaper, &self.slow_keys, &kept).await;
+            let keys = host_keys::host_keys(&self.reaper, &self.slow_keys, &kept).await;
             slow_keys = steps.note("host_keys", begin, keys)?;
         }
         let processes = steps.run("connections", || {
@@ -169,37 +166,37 @@ impl Identity {
             connections::forget_names(&processes);
             Ok(processes)
         })?;
-        steps.run("secrets", || secrets::renew(given, &order.keep_secrets))?;
+        steps.run("secrets", || secrets::renew(given, &identity.keep_secrets))?;
         steps.run("generation", || {
-            generation::record(order.generation)?;
+            generation::record(identity.generation)?;
             generation::tell(&processes);
             Ok(())
         })?;
-        self.generation.store(order.generation, Ordering::Release);
-        if order.run_hooks {
+        self.generation.store(identity.generation, Ordering::Release);
+        if identity.run_hooks {
             let begin = Instant::now();
-            steps.note("hooks", begin, hooks::run(&self.reaper, order).await)?;
+            steps.note("hooks", begin, hooks::run(&self.reaper, identity).await)?;
         }
         self.slow_keys.begin(&self.reaper, slow_keys).await;
-        Ok(IndividualAck { generation: order.generation, steps: steps.0 })
+        Ok(IdentityAck { generation: identity.generation, steps: steps.0 })
     }
 }
 
-fn check(order: &Individual, current: u64) -> Result<(), IndividualError> {
-    if order.generation <= current {
-        return Err(IndividualError::Generation { wanted: order.generation, current });
+fn check(identity: &Identity, current: u64) -> Result<(), IdentityError> {
+    if identity.generation <= current {
+        return Err(IdentityError::Generation { wanted: identity.generation, current });
     }
-    check_entropy(&order.entropy)?;
+    check_entropy(&identity.entropy)?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'.';
-    if order.hostname.len() > MAX_HOSTNAME || !order.hostname.bytes().all(fits) {
-        return Err(IndividualError::Hostname);
+    if identity.hostname.len() > MAX_HOSTNAME || !identity.hostname.bytes().all(fits) {
+        return Err(IdentityError::Hostname);
     }
     Ok(())
 }
 
-fn check_entropy(bytes: &[u8]) -> Result<(), IndividualError> {
+fn check_entropy(bytes: &[u8]) -> Result<(), IdentityError> {
     let fits = (MIN_ENTROPY..=MAX_ENTROPY).contains(&bytes.len());
-    if fits { Ok(()) } else { Err(IndividualError::Entropy(bytes.len())) }
+    if fits { Ok(()) } else { Err(IdentityError::Entropy(bytes.len())) }
 }
 
 fn entropy(bytes: &[u8]) -> io::Result<()> {
@@ -229,8 +226,8 @@ pub fn uptime() -> u64 {
     u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
-/// Lets programs look the machine itself up. A comfort, and a write to a disk that is cold after a thaw: not
-/// for the way to a new individual. A sandbox may have made its files unwritable.
+/// Adds the machine's own name to `/etc/hosts`. Programs can do without it, and the write goes to a disk that is cold
+/// after a thaw, so it happens after the release. User work may have made the file read-only.
 pub fn announce(name: &str) {
     let text = match fs::read(HOSTS) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => b"127.0.0.1\tlocalhost\n".to_vec(),
@@ -261,23 +258,23 @@ fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use super::{IndividualError, check, with_host};
-    use keiki_protocol::guest::Individual;
+    use super::{IdentityError, check, with_host};
+    use keiki_protocol::guest::Identity;
 
     #[test]
     fn only_a_greater_generation_with_enough_entropy_is_taken() {
-        let order = Individual {
+        let identity = Identity {
             generation: 5,
             entropy: vec![1; 64].into(),
             hostname: "a-b.c".into(),
-            ..Individual::default()
+            ..Identity::default()
         };
-        assert!(check(&order, 4).is_ok());
-        assert!(matches!(check(&order, 5), Err(IndividualError::Generation { wanted: 5, current: 5 })));
-        let dry = Individual { entropy: vec![1; 63].into(), ..order.clone() };
-        assert!(matches!(check(&dry, 4), Err(IndividualError::Entropy(63))));
-        let odd = Individual { hostname: "a\nb".into(), ..order };
-        assert!(matches!(check(&odd, 4), Err(IndividualError::Hostname)));
+        assert!(check(&identity, 4).is_ok());
+        assert!(matches!(check(&identity, 5), Err(IdentityError::Generation { wanted: 5, current: 5 })));
+        let dry = Identity { entropy: vec![1; 63].into(), ..identity.clone() };
+        assert!(matches!(check(&dry, 4), Err(IdentityError::Entropy(63))));
+        let odd = Identity { hostname: "a\nb".into(), ..identity };
+        assert!(matches!(check(&odd, 4), Err(IdentityError::Hostname)));
     }
 
     #[test]

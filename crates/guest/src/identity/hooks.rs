@@ -5,7 +5,7 @@
 
 use super::program;
 use crate::reaper::Reaper;
-use keiki_protocol::guest::Individual;
+use keiki_protocol::guest::Identity;
 use std::{
     fs, io,
     os::unix::fs::PermissionsExt,
@@ -21,17 +21,17 @@ const LIMIT: Duration = Duration::from_secs(10);
 const MAX: usize = 64;
 
 /// Runs all of them.
-pub async fn run(reaper: &Arc<Reaper>, order: &Individual) -> io::Result<()> {
+pub async fn run(reaper: &Arc<Reaper>, identity: &Identity) -> io::Result<()> {
     let hooks = find(Path::new(DIRECTORY))?;
     if hooks.is_empty() {
         return Ok(());
     }
     let env = [
-        ("KEIKI_REASON", order.reason.clone()),
-        ("KEIKI_GENERATION", order.generation.to_string()),
-        ("KEIKI_SANDBOX_ID", order.sandbox_id.clone()),
-        ("KEIKI_PARENT_SANDBOX_ID", order.parent_sandbox_id.clone()),
-        ("KEIKI_PARENT_SNAPSHOT_ID", order.parent_snapshot_id.clone()),
+        ("KEIKI_REASON", identity.reason.clone()),
+        ("KEIKI_GENERATION", identity.generation.to_string()),
+        ("KEIKI_SANDBOX_ID", identity.sandbox_id.clone()),
+        ("KEIKI_PARENT_SANDBOX_ID", identity.parent_sandbox_id.clone()),
+        ("KEIKI_PARENT_SNAPSHOT_ID", identity.parent_snapshot_id.clone()),
     ];
     let begin = Instant::now();
     for hook in hooks {
