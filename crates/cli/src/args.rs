@@ -1,126 +1,105 @@
-//! The command line: which commands there are and the options all of them have.
+//! The command line: all commands, and the parser.
 
-use crate::{cmd, env, exit, printer::Format, text::parse_duration};
+use crate::{cmd, context::Global, env, exit};
 use clap::{CommandFactory, Parser, Subcommand};
-use std::time::Duration;
 
-/// fork() for whole machines: Linux microVMs that you snapshot, restore and fork while they run
+/// fork() for whole machines: snapshot, restore and fork Linux microVMs while they run
 #[derive(Debug, Parser)]
 #[command(name = "keiki", version, max_term_width = 100, propagate_version = false)]
 pub struct Cli {
-    /// Options of all commands.
     #[command(flatten)]
     pub global: Global,
-    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// Options of all commands.
-#[derive(Debug, Clone, clap::Args)]
-pub struct Global {
-    /// Where the node is
-    #[arg(long, global = true, env = env::URL, default_value = "http://127.0.0.1:7777", hide_env_values = true)]
-    pub url: String,
-    /// Key for the node
-    #[arg(long, global = true, env = env::API_KEY, hide_env_values = true)]
-    pub api_key: Option<String>,
-    /// How results are printed
-    #[arg(short, long, global = true, value_enum, default_value_t)]
-    pub output: Format,
-    /// How long a create or fork waits for room on the node [default: 60s]
-    #[arg(long, global = true, value_name = "DURATION", value_parser = parse_duration)]
-    pub wait: Option<Duration>,
-}
-
-/// A command.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make a sandbox from a template
+    /// Create a sandbox from a template
     Create(cmd::create::Args),
-    /// Make a sandbox, run one command in it, remove it
+    /// Create a sandbox, run a command in it, and delete it
     Run(cmd::run::Args),
-    /// Run a command in a sandbox; its exit code is passed through
+    /// Run a command in a sandbox
     Exec(cmd::exec::Args),
-    /// List the commands of a sandbox
+    /// List commands running in a sandbox
     Ps(cmd::ps::Args),
-    /// Read a command that goes on in a sandbox, from its beginning or anywhere
+    /// Attach to a command running in a sandbox
     Attach(cmd::attach::Args),
     /// Send a signal to commands in a sandbox
     Kill(cmd::kill::Args),
-    /// Open a terminal in a sandbox
+    /// Open a shell in a sandbox
     Shell(cmd::shell::Args),
-    /// Copy files and directories between here and a sandbox
+    /// Copy files between this machine and a sandbox
     Cp(cmd::cp::Args),
-    /// Carry TCP connections from here to ports in a sandbox
+    /// Forward local TCP ports to a sandbox
     Forward(cmd::forward::Args),
-    /// Tell what changes in a directory of a sandbox
+    /// Watch a file or directory in a sandbox for changes
     Watch(cmd::watch::Args),
-    /// Say or change how long a sandbox may be idle
+    /// Show or set how long a sandbox lives
     Ttl(cmd::ttl::Args),
     /// List sandboxes
     Ls(cmd::ls::Args),
-    /// Show everything about a sandbox or snapshot
+    /// Show details of a sandbox or snapshot
     Inspect(cmd::inspect::Args),
     /// Show the log of a sandbox
     Logs(cmd::logs::Args),
-    /// Show what happened to sandboxes
+    /// Show the history of sandboxes
     Events(cmd::events::Args),
-    /// Show what sandboxes use: CPU and memory, live
+    /// Show CPU and memory usage of sandboxes, live
     Top(cmd::top::Args),
-    /// List the ports that something in a sandbox listens on
+    /// List listening TCP ports in a sandbox
     Ports(cmd::ports::Args),
-    /// Print a link to a port of a sandbox, for a browser
+    /// Print a browser link to a port in a sandbox
     Url(cmd::url::Args),
-    /// Open a port of a sandbox in a browser
+    /// Open a port in a sandbox in the browser
     Open(cmd::url::Args),
-    /// Stop the vCPUs of sandboxes, keep them in memory
-    Pause(cmd::pause::Args),
-    /// Let paused sandboxes go on
-    Resume(cmd::resume::Args),
-    /// Store sandboxes and stop them
-    Hibernate(cmd::hibernate::Args),
-    /// Bring hibernated sandboxes back
-    Wake(cmd::wake::Args),
-    /// Take a snapshot of a sandbox, which goes on
+    /// Pause sandboxes, keeping them in memory
+    Pause(cmd::state::Args),
+    /// Resume paused sandboxes
+    Resume(cmd::state::Args),
+    /// Save sandboxes to disk and stop them
+    Hibernate(cmd::state::Args),
+    /// Wake hibernated sandboxes
+    Wake(cmd::state::Args),
+    /// Take a snapshot of a running sandbox
     Snapshot(cmd::snapshot::Args),
-    /// List or remove snapshots
+    /// List or delete snapshots
     Snapshots(cmd::snapshots::Args),
-    /// Make a sandbox from a snapshot
+    /// Create a sandbox from a snapshot
     Restore(cmd::restore::Args),
-    /// Branch sandboxes off a running one, which goes on
+    /// Fork a running sandbox
     Fork(cmd::fork::Args),
-    /// Draw who came from whom
+    /// Show the fork tree
     Tree(cmd::tree::Args),
-    /// Remove sandboxes
+    /// Delete sandboxes
     Rm(cmd::rm::Args),
-    /// List, build or remove templates
+    /// List, build or delete templates
     Template(cmd::template::Args),
-    /// Measure a node
+    /// Benchmark a node
     Bench(cmd::bench::Args),
-    /// Say what this machine can do and how to mend what is missing
+    /// Check whether this machine can run Keiki
     Doctor(cmd::doctor::Args),
-    /// Serve /v1 on this machine
+    /// Run the node, the daemon behind every other command
     Node(cmd::node::Args),
-    /// Tell the story of fork on a running node, checking every claim
+    /// Demonstrate fork on a running node, checking every claim
     Demo(cmd::demo::Args),
-    /// Show the versions of this program and the node
+    /// Show the versions of keiki and the node
     Version(cmd::version::Args),
-    /// Print shell completions
+    /// Print a shell completion script
     Completion(cmd::completion::Args),
 }
 
-/// The parser, with exit codes and environment variables in its long help.
+/// The parser. Its long help lists exit codes and environment variables.
 pub fn command() -> clap::Command {
     let mut after = exit::TABLE.to_owned();
     after.push_str("\n\nEnvironment:");
     for (name, meaning) in env::ALL {
         after.push_str(&format!("\n  {name:<14} {meaning}"));
     }
-    after.push_str("\n\nAn id may be shortened to a unique beginning or end of at least four characters.");
+    after.push_str("\n\nIds can be shortened to any unique prefix or suffix of at least four characters.");
     Cli::command()
         .after_long_help(after)
-        .after_help("`keiki help` lists exit codes and environment variables.")
+        .after_help("See `keiki help` for exit codes and environment variables.")
 }
 
 #[cfg(test)]

@@ -1,13 +1,16 @@
-//! Configuration of `keiki node`: what was typed, what the file says, and what comes of it.
+//! Configuration of `keiki node`: flags, file and defaults, in this order.
 //!
-//! Three types, so that no default can be mistaken for a wish: [`NodeArgs`] is what the user typed, [`File`]
-//! what a TOML file says, and [`Resolved`] what the node is started with. A flag (or its variable) beats the
-//! file, the file beats `default-config.toml`, which is the one place where defaults are written.
+//! [`Settings`] is one layer: every setting is a flag (or its variable), a key of the file and a key of
+//! `default-config.toml`, the one place that holds defaults. [`Resolved`] is what the node starts with.
 
 use crate::{env, exit::Failure, text::parse_duration};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use keiki_client::EngineKind;
 use keiki_node::Sharing;
-use serde::Deserialize;
+use serde::{
+    Deserialize,
+    de::{DeserializeOwned, IntoDeserializer, value},
+};
 use std::{
     io,
     net::SocketAddr,
@@ -21,99 +24,140 @@ const GUEST: &str = "keiki-guest";
 /// The monitor of engine `kvm`.
 pub const VMM: &str = "keiki-vmm";
 
-/// What the user typed.
+/// Arguments of `keiki node`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct NodeArgs {
-    /// Configuration file [default: /etc/keiki/keiki.toml, if it is there]
+    /// Configuration file [default: /etc/keiki/keiki.toml, if it exists]
     #[arg(long, value_name = "FILE", env = env::CONFIG)]
     pub config: Option<PathBuf>,
-    /// Where everything durable lives [default: /var/lib/keiki]
-    #[arg(long, value_name = "DIR")]
-    pub data_dir: Option<PathBuf>,
-    /// Where sockets live; keep it short [default: /run/keiki]
-    #[arg(long, value_name = "DIR")]
-    pub run_dir: Option<PathBuf>,
-    /// Address of the API; port 0 picks a free one [default: 127.0.0.1:7777]
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: Option<String>,
-    /// File with the keys that may use the API, one a line
-    #[arg(long, value_name = "FILE")]
-    pub api_key_file: Option<PathBuf>,
-    /// What runs the machines [default: what works here]
-    #[arg(long, value_enum, env = env::ENGINE)]
-    pub engine: Option<Engine>,
-    /// Network that sandboxes get their outside addresses from [default: 10.200.0.0/16]
-    #[arg(long, value_name = "NETWORK")]
-    pub slot_range: Option<String>,
-    /// The guest agent's binary [default: beside this program or in ../lib/keiki]
-    #[arg(long, value_name = "FILE")]
-    pub guest_binary: Option<PathBuf>,
-    /// The monitor of engine kvm, keiki-vmm [default: beside this program or in ../lib/keiki]
-    #[arg(long, value_name = "FILE")]
-    pub vmm_binary: Option<PathBuf>,
-    /// Among whom sandboxes share memory at most until they write it [default: node]
-    #[arg(long, value_enum)]
-    pub sharing_scope: Option<Scope>,
-    /// Where kernels and root disks made from packages are kept [default: in the data directory]
-    #[arg(long, value_name = "DIR")]
-    pub cache_dir: Option<PathBuf>,
-    /// Where templates of your own are, NAME.toml each [default: /etc/keiki/templates]
-    #[arg(long, value_name = "DIR")]
-    pub templates_dir: Option<PathBuf>,
-    /// Size of the store's own file system, where one has to be made [default: half of what is free, 4 to 64]
-    #[arg(long, value_name = "GIB")]
-    pub store_gib: Option<u64>,
-    /// RAM that sandboxes may use together [default: nine tenths of the host's]
-    #[arg(long, value_name = "MIB")]
-    pub memory_limit_mib: Option<u64>,
-    /// Monitors started ahead for each template [default: 2]
-    #[arg(long, value_name = "N")]
-    pub seats_ahead: Option<usize>,
-    /// Private network that sandboxes may reach, as a CIDR; may be given several times
-    #[arg(long, value_name = "NETWORK")]
-    pub egress_allow: Vec<String>,
-    /// Domain of previews, whose names lead to this node [default: localhost]
-    #[arg(long, value_name = "DOMAIN")]
-    pub preview_suffix: Option<String>,
-    /// Name server behind the sandboxes' own, e.g. 192.0.2.53:53; may be given several times [default: the host's]
-    #[arg(long, value_name = "ADDRESS")]
-    pub dns: Vec<SocketAddr>,
-    /// Mark snapshots older than this as stale, e.g. 30d [default: none]
-    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
-    pub snapshot_max_age: Option<Duration>,
-    /// Do not restore snapshots older than this, e.g. 90d [default: restore all]
-    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
-    pub snapshot_refuse_age: Option<Duration>,
-    /// End all sandboxes and unmount the store when the node stops
-    #[arg(long)]
-    pub ephemeral: bool,
-    /// How the log is written [default: text]
-    #[arg(long, value_enum)]
-    pub log_format: Option<LogFormat>,
-    /// Write the port into this file once the node listens
+    #[allow(missing_docs)] // A doc comment would become the command's help.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Write the port to this file once the node is listening
     #[arg(long, value_name = "FILE")]
     pub port_file: Option<PathBuf>,
 }
 
-/// An engine, as typed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Engine {
-    /// The own monitor, on KVM
-    Kvm,
-    /// QEMU, software emulation
-    Qemu,
+macro_rules! settings {
+    ($($(#[$attribute:meta])* $name:ident: $type:ty,)*) => {
+        #[allow(missing_docs)] // A doc comment would become the command's help.
+        #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct Settings {
+            $($(#[$attribute])* pub $name: Option<$type>,)*
+        }
+
+        impl Settings {
+            #[cfg(test)]
+            const KEYS: &[&str] = &[$(stringify!($name)),*];
+
+            /// What is set here, and what `below` says of the rest.
+            fn or(self, below: Self) -> Self {
+                Self { $($name: self.$name.or(below.$name),)* }
+            }
+        }
+    };
 }
 
-/// Among whom memory is shared, as typed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+settings! {
+    /// Directory for everything durable [default: /var/lib/keiki]
+    #[arg(long, value_name = "DIR")]
+    data_dir: PathBuf,
+    /// Directory for sockets; keep the path short [default: /run/keiki]
+    #[arg(long, value_name = "DIR")]
+    run_dir: PathBuf,
+    /// Address to serve the API on; port 0 picks a free port [default: 127.0.0.1:7777]
+    #[arg(long, value_name = "ADDRESS")]
+    listen: String,
+    /// File of API keys, one per line
+    #[arg(long, value_name = "FILE")]
+    api_key_file: PathBuf,
+    /// Engine that runs the machines [default: the best one that works here]
+    #[arg(long, value_parser = one_of::<EngineKind, 2>(ENGINES), env = env::ENGINE)]
+    engine: EngineKind,
+    /// Network to take the sandboxes' outside addresses from [default: 10.200.0.0/16]
+    #[arg(long, value_name = "NETWORK")]
+    slot_range: String,
+    /// Guest agent binary [default: in ../lib/keiki or beside this program]
+    #[arg(long, value_name = "FILE")]
+    guest_binary: PathBuf,
+    /// keiki-vmm, the monitor of engine kvm [default: in ../lib/keiki or beside this program]
+    #[arg(long, value_name = "FILE")]
+    vmm_binary: PathBuf,
+    /// Widest scope in which sandboxes share memory until they write to it [default: node]
+    #[arg(long, value_parser = one_of::<Scope, 3>(SCOPES))]
+    sharing_scope: Scope,
+    /// Directory for kernels and root disks built from packages [default: in the data directory]
+    #[arg(long, value_name = "DIR")]
+    cache_dir: PathBuf,
+    /// Directory of your own templates, one NAME.toml each [default: /etc/keiki/templates]
+    #[arg(long, value_name = "DIR")]
+    templates_dir: PathBuf,
+    /// Size of the store's file system, if the node has to make one [default: half of the free space, 4 to 64]
+    #[arg(long, value_name = "GIB")]
+    store_gib: u64,
+    /// RAM that all sandboxes together may use [default: 90% of the host's]
+    #[arg(long, value_name = "MIB")]
+    memory_limit_mib: u64,
+    /// VMs to prepare for each template ahead of time [default: 2]
+    #[arg(long, value_name = "N")]
+    prepared_vms: usize,
+    #[arg(long, hide = true)]
+    seats_ahead: usize,
+    /// Private network that sandboxes may reach, as a CIDR; repeat for more
+    #[arg(long, value_name = "NETWORK")]
+    egress_allow: Vec<String>,
+    /// Domain for previews; all its names must resolve to this node [default: localhost]
+    #[arg(long, value_name = "DOMAIN")]
+    preview_suffix: String,
+    /// Upstream name server, e.g. 192.0.2.53:53; repeat for more [default: the host's]
+    #[arg(long, value_name = "ADDRESS")]
+    dns: Vec<SocketAddr>,
+    /// Mark snapshots older than this as stale, e.g. 30d [default: never]
+    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
+    #[serde(deserialize_with = "age")]
+    snapshot_max_age: Duration,
+    /// Refuse to restore snapshots older than this, e.g. 90d [default: never]
+    #[arg(long, value_name = "AGE", value_parser = parse_duration)]
+    #[serde(deserialize_with = "age")]
+    snapshot_refuse_age: Duration,
+    /// Delete all sandboxes and unmount the store when the node stops
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    ephemeral: bool,
+    /// Log format [default: text]
+    #[arg(long, value_enum)]
+    log_format: LogFormat,
+}
+
+const ENGINES: [(&str, &str); 2] =
+    [("kvm", "Keiki's own monitor, on KVM"), ("qemu", "QEMU, emulated in software")];
+const SCOPES: [(&str, &str); 3] = [
+    ("node", "One template's sandboxes across the node, one snapshot's within a workspace"),
+    ("workspace", "Sandboxes within a workspace"),
+    ("none", "Every sandbox has its own copy"),
+];
+
+/// Values that are written alike on the command line and in the file, each with its help.
+fn one_of<T, const N: usize>(words: [(&'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
+where
+    T: DeserializeOwned + Clone + Send + Sync + 'static,
+{
+    let words = words.map(|(word, help)| PossibleValue::new(word).help(help));
+    PossibleValuesParser::new(words).try_map(|word| {
+        let word: value::StringDeserializer<value::Error> = word.into_deserializer();
+        T::deserialize(word)
+    })
+}
+
+/// Widest scope of shared memory, as typed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// Sandboxes of one template on the whole node, of one snapshot within its workspace
+    /// Sandboxes of one template on the whole node, of one snapshot within its workspace.
     Node,
-    /// Only within a workspace
+    /// Only within a workspace.
     Workspace,
-    /// Each sandbox has its own copy
+    /// Each sandbox has its own copy.
     None,
 }
 
@@ -121,42 +165,13 @@ pub enum Scope {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// Lines for people
+    /// Lines of text
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
 }
 
-/// What a file says. The same keys as the flags.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct File {
-    data_dir: Option<PathBuf>,
-    run_dir: Option<PathBuf>,
-    listen: Option<String>,
-    api_key_file: Option<PathBuf>,
-    engine: Option<Engine>,
-    slot_range: Option<String>,
-    guest_binary: Option<PathBuf>,
-    vmm_binary: Option<PathBuf>,
-    sharing_scope: Option<Scope>,
-    cache_dir: Option<PathBuf>,
-    templates_dir: Option<PathBuf>,
-    store_gib: Option<u64>,
-    memory_limit_mib: Option<u64>,
-    seats_ahead: Option<usize>,
-    egress_allow: Option<Vec<String>>,
-    preview_suffix: Option<String>,
-    dns: Option<Vec<SocketAddr>>,
-    #[serde(deserialize_with = "age")]
-    snapshot_max_age: Option<Duration>,
-    #[serde(deserialize_with = "age")]
-    snapshot_refuse_age: Option<Duration>,
-    ephemeral: Option<bool>,
-    log_format: Option<LogFormat>,
-}
-
-/// What the node is started with.
+/// What the node starts with.
 #[derive(Debug)]
 pub struct Resolved {
     /// The node's own part.
@@ -165,6 +180,8 @@ pub struct Resolved {
     pub log_format: LogFormat,
     /// Where the port goes.
     pub port_file: Option<PathBuf>,
+    /// Old names in use: for the log.
+    pub warnings: Vec<String>,
 }
 
 impl NodeArgs {
@@ -172,113 +189,103 @@ impl NodeArgs {
     pub fn resolve(self) -> Result<Resolved, Failure> {
         let file = read_file(self.config.as_deref())?;
         let exe = std::env::current_exe()
-            .map_err(|source| Failure::Io { what: "asking where this program is".into(), source })?;
+            .map_err(|source| Failure::Io { what: "finding this program".into(), source })?;
         self.decide(file, &exe)
     }
 
-    fn decide(self, file: File, exe: &Path) -> Result<Resolved, Failure> {
-        let defaults = parse(DEFAULTS, "the built-in defaults")?;
-        fn need<T>(name: &str, typed: Option<T>, file: Option<T>, default: Option<T>) -> Result<T, Failure> {
-            let value = typed.or(file).or(default);
-            value.ok_or_else(|| {
-                Failure::Usage(format!("{name} is set nowhere: give --{}", name.replace('_', "-")))
-            })
-        }
-        let api_keys = match self.api_key_file.or(file.api_key_file).or(defaults.api_key_file) {
-            Some(path) => read_keys(&path)?,
-            None => Vec::new(),
+    fn decide(self, file: Settings, exe: &Path) -> Result<Resolved, Failure> {
+        let mut warnings = Vec::new();
+        let [typed, file] = [(self.settings, "--seats-ahead"), (file, "seats_ahead")]
+            .map(|(layer, old)| layer.renamed(old, &mut warnings));
+        let set = typed.or(file).or(parse(DEFAULTS, "the built-in defaults")?);
+        let sharing = match need("sharing_scope", set.sharing_scope)? {
+            Scope::Node => Sharing::Node,
+            Scope::Workspace => Sharing::Workspace,
+            Scope::None => Sharing::None,
         };
-        let guest_binary = match self.guest_binary.or(file.guest_binary).or(defaults.guest_binary) {
-            Some(path) => path,
-            None => find(exe, GUEST).map_err(|[lib, beside]| {
-                Failure::Usage(format!(
-                    "the guest agent is neither {lib} nor {beside}: say where with --guest-binary"
-                ))
-            })?,
-        };
-        let vmm_binary = self.vmm_binary.or(file.vmm_binary).or(defaults.vmm_binary).or(find(exe, VMM).ok());
-        let sharing = need("sharing_scope", self.sharing_scope, file.sharing_scope, defaults.sharing_scope)?;
         let node = keiki_node::Config {
-            data_dir: need("data_dir", self.data_dir, file.data_dir, defaults.data_dir)?,
-            run_dir: need("run_dir", self.run_dir, file.run_dir, defaults.run_dir)?,
-            listen: need("listen", self.listen, file.listen, defaults.listen)?,
-            api_keys,
-            engine: self.engine.or(file.engine).or(defaults.engine).map(|engine| match engine {
-                Engine::Kvm => EngineKind::Kvm,
-                Engine::Qemu => EngineKind::Qemu,
-            }),
-            vmm_binary,
-            sharing: match sharing {
-                Scope::Node => Sharing::Node,
-                Scope::Workspace => Sharing::Workspace,
-                Scope::None => Sharing::None,
-            },
-            slot_range: need("slot_range", self.slot_range, file.slot_range, defaults.slot_range)?,
-            guest_binary,
-            cache_dir: self.cache_dir.or(file.cache_dir).or(defaults.cache_dir),
-            templates_dir: self.templates_dir.or(file.templates_dir).or(defaults.templates_dir),
-            store_gib: self.store_gib.or(file.store_gib).or(defaults.store_gib),
-            memory_limit_mib: self.memory_limit_mib.or(file.memory_limit_mib).or(defaults.memory_limit_mib),
-            seats_ahead: need("seats_ahead", self.seats_ahead, file.seats_ahead, defaults.seats_ahead)?,
-            egress_allow: listed(self.egress_allow, file.egress_allow, defaults.egress_allow),
-            preview_suffix: need(
-                "preview_suffix",
-                self.preview_suffix,
-                file.preview_suffix,
-                defaults.preview_suffix,
-            )?,
-            dns: listed(self.dns, file.dns, defaults.dns),
-            snapshot_max_age: self.snapshot_max_age.or(file.snapshot_max_age).or(defaults.snapshot_max_age),
-            snapshot_refuse_age: self
-                .snapshot_refuse_age
-                .or(file.snapshot_refuse_age)
-                .or(defaults.snapshot_refuse_age),
-            ephemeral: self.ephemeral || file.ephemeral.or(defaults.ephemeral).unwrap_or(false),
+            data_dir: need("data_dir", set.data_dir)?,
+            run_dir: need("run_dir", set.run_dir)?,
+            listen: need("listen", set.listen)?,
+            api_keys: set.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
+            engine: set.engine,
+            vmm_binary: set.vmm_binary.or_else(|| find(exe, VMM).ok()),
+            sharing,
+            slot_range: need("slot_range", set.slot_range)?,
+            guest_binary: set.guest_binary.map_or_else(|| find_guest(exe), Ok)?,
+            cache_dir: set.cache_dir,
+            templates_dir: set.templates_dir,
+            store_gib: set.store_gib,
+            memory_limit_mib: set.memory_limit_mib,
+            seats_ahead: need("prepared_vms", set.prepared_vms)?,
+            egress_allow: set.egress_allow.unwrap_or_default(),
+            preview_suffix: need("preview_suffix", set.preview_suffix)?,
+            dns: set.dns.unwrap_or_default(),
+            snapshot_max_age: set.snapshot_max_age,
+            snapshot_refuse_age: set.snapshot_refuse_age,
+            ephemeral: set.ephemeral.unwrap_or_default(),
         };
-        let log_format = need("log_format", self.log_format, file.log_format, defaults.log_format)?;
-        Ok(Resolved { node, log_format, port_file: self.port_file })
+        let log_format = need("log_format", set.log_format)?;
+        Ok(Resolved { node, log_format, port_file: self.port_file, warnings })
     }
 }
 
-/// A list that was typed replaces the file's.
-fn listed<T>(typed: Vec<T>, file: Option<Vec<T>>, default: Option<Vec<T>>) -> Vec<T> {
-    if typed.is_empty() { file.or(default).unwrap_or_default() } else { typed }
+impl Settings {
+    /// Takes a setting's old name for its new one.
+    fn renamed(mut self, old: &str, warnings: &mut Vec<String>) -> Self {
+        if let Some(count) = self.seats_ahead.take() {
+            let new = old.replace("seats-ahead", "prepared-vms").replace("seats_ahead", "prepared_vms");
+            warnings.push(format!("{old} is deprecated: use {new}"));
+            self.prepared_vms.get_or_insert(count);
+        }
+        self
+    }
 }
 
-/// An age as it is typed, too.
+fn need<T>(name: &str, value: Option<T>) -> Result<T, Failure> {
+    value.ok_or_else(|| Failure::Usage(format!("{name} is not set: pass --{}", name.replace('_', "-"))))
+}
+
+/// An age in the file is written as on the command line.
 fn age<'de, D: serde::Deserializer<'de>>(value: D) -> Result<Option<Duration>, D::Error> {
     let text = String::deserialize(value)?;
     parse_duration(&text).map(Some).map_err(serde::de::Error::custom)
 }
 
-/// The named file must be there; the system's may be.
-fn read_file(named: Option<&Path>) -> Result<File, Failure> {
+/// Only the system's own file may be missing.
+fn read_file(named: Option<&Path>) -> Result<Settings, Failure> {
     let path = named.unwrap_or(Path::new(SYSTEM_FILE));
     match std::fs::read_to_string(path) {
         Ok(text) => parse(&text, &path.display().to_string()),
-        Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(File::default()),
+        Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(Settings::default()),
         Err(source) => Err(Failure::Io { what: path.display().to_string(), source }),
     }
 }
 
-fn parse(text: &str, whence: &str) -> Result<File, Failure> {
-    toml::from_str(text).map_err(|error| Failure::Usage(format!("{whence}: {error}")))
+fn parse(text: &str, origin: &str) -> Result<Settings, Failure> {
+    toml::from_str(text).map_err(|error| Failure::Usage(format!("{origin}: {error}")))
 }
 
-/// One key a line; blank lines and lines that start with `#` are nothing.
+/// One key per line, without blank lines and lines that start with `#`.
 fn read_keys(path: &Path) -> Result<Vec<String>, Failure> {
     let text = std::fs::read_to_string(path)
         .map_err(|source| Failure::Io { what: path.display().to_string(), source })?;
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
     let keys: Vec<String> = lines.map(String::from).collect();
     if keys.is_empty() {
-        // Whoever names a file wants keys to be asked for.
-        return Err(Failure::Usage(format!("{} holds no key", path.display())));
+        // Naming a file means: require a key.
+        return Err(Failure::Usage(format!("no API key in {}", path.display())));
     }
     Ok(keys)
 }
 
-/// One of our programs: where an installation has it, or beside this one. Otherwise where it was looked for.
+fn find_guest(exe: &Path) -> Result<PathBuf, Failure> {
+    find(exe, GUEST).map_err(|[lib, beside]| {
+        Failure::Usage(format!("guest agent not found at {lib} or {beside}: pass --guest-binary"))
+    })
+}
+
+/// One of our programs: where an installation has it, or beside this one. An error lists the places searched.
 pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
     let dir = exe.parent().unwrap_or(Path::new("/"));
     let places = [dir.join("../lib/keiki").join(name), dir.join(name)];
@@ -288,7 +295,8 @@ pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
 
 #[cfg(test)]
 mod tests {
-    use super::{DEFAULTS, Engine, File, LogFormat, NodeArgs, parse, read_file, read_keys};
+    use super::{DEFAULTS, LogFormat, NodeArgs, Settings, parse, read_file, read_keys};
+    use clap::{Args, Command, FromArgMatches};
     use keiki_client::EngineKind;
     use std::{fs, path::PathBuf, time::Duration};
 
@@ -299,15 +307,18 @@ mod tests {
         assert_eq!(defaults.listen.as_deref(), Some("127.0.0.1:7777"));
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
         // Every key is in the file, set or commented out, and a commented one may be taken as it is.
-        let keys = "data_dir run_dir listen api_key_file engine slot_range guest_binary vmm_binary sharing_scope log_format cache_dir store_gib \
-                    templates_dir memory_limit_mib seats_ahead egress_allow preview_suffix dns snapshot_max_age snapshot_refuse_age ephemeral";
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
-        for key in keys.split(' ') {
+        for key in Settings::KEYS.iter().filter(|key| **key != "seats_ahead") {
             assert!(uncommented.iter().any(|line| line.starts_with(&format!("{key} ="))), "{key}");
         }
         let all = parse(&uncommented.join("\n"), "uncommented").unwrap();
         assert!(all.engine.is_some() && all.guest_binary.is_some() && all.api_key_file.is_some());
+    }
+
+    fn typed(args: &[&str]) -> NodeArgs {
+        let command = NodeArgs::augment_args(Command::new("node"));
+        NodeArgs::from_arg_matches(&command.get_matches_from([&["node"], args].concat())).unwrap()
     }
 
     fn install(dir: &std::path::Path) -> PathBuf {
@@ -322,11 +333,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let exe = install(dir.path());
         let file = parse("data_dir = '/f'\nlisten = '127.0.0.1:1'\nengine = 'kvm'", "test").unwrap();
-        let args = NodeArgs {
-            listen: Some("127.0.0.1:0".into()),
-            log_format: Some(LogFormat::Json),
-            ..Default::default()
-        };
+        let (listen, log_format) = (Some("127.0.0.1:0".into()), Some(LogFormat::Json));
+        let settings = Settings { listen, log_format, ..Default::default() };
+        let args = NodeArgs { settings, ..Default::default() };
         let resolved = args.decide(file, &exe).unwrap();
         assert_eq!(resolved.node.data_dir, PathBuf::from("/f"));
         assert_eq!(resolved.node.listen, "127.0.0.1:0");
@@ -334,17 +343,36 @@ mod tests {
         assert_eq!(resolved.node.engine, Some(EngineKind::Kvm));
         assert_eq!(resolved.log_format, LogFormat::Json);
         assert!(resolved.node.api_keys.is_empty());
-        let typed = NodeArgs { engine: Some(Engine::Qemu), ..Default::default() };
-        let file = File { engine: Some(Engine::Kvm), ..Default::default() };
-        assert_eq!(typed.decide(file, &exe).unwrap().node.engine, Some(EngineKind::Qemu));
+        assert!(resolved.warnings.is_empty());
+        let file = Settings { engine: Some(EngineKind::Kvm), ephemeral: Some(true), ..Default::default() };
+        let resolved = typed(&["--engine", "qemu", "--ephemeral=false"]).decide(file, &exe).unwrap();
+        assert_eq!((resolved.node.engine, resolved.node.ephemeral), (Some(EngineKind::Qemu), false));
+        assert!(typed(&["--ephemeral"]).decide(Settings::default(), &exe).unwrap().node.ephemeral);
+    }
+
+    #[test]
+    fn an_old_name_works_and_warns() {
+        let dir = tempfile::tempdir().unwrap();
+        let exe = install(dir.path());
+        let resolve = |args: &[&str], text: &str| {
+            let resolved = typed(args).decide(parse(text, "test").unwrap(), &exe).unwrap();
+            (resolved.node.seats_ahead, resolved.warnings)
+        };
+        let flag = "--seats-ahead is deprecated: use --prepared-vms".to_owned();
+        let key = "seats_ahead is deprecated: use prepared_vms".to_owned();
+        assert_eq!(resolve(&["--prepared-vms", "7"], ""), (7, vec![]));
+        assert_eq!(resolve(&["--seats-ahead", "7"], "prepared_vms = 5"), (7, vec![flag]));
+        assert_eq!(resolve(&[], "seats_ahead = 5"), (5, vec![key.clone()]));
+        assert_eq!(resolve(&[], "seats_ahead = 5\nprepared_vms = 6"), (6, vec![key]));
     }
 
     #[test]
     fn the_guest_is_found_in_lib_first_then_beside() {
         let dir = tempfile::tempdir().unwrap();
         let exe = install(dir.path());
-        let found =
-            |exe| NodeArgs::default().decide(File::default(), exe).map(|resolved| resolved.node.guest_binary);
+        let found = |exe| {
+            NodeArgs::default().decide(Settings::default(), exe).map(|resolved| resolved.node.guest_binary)
+        };
         assert_eq!(found(&exe).unwrap(), dir.path().join("bin/keiki-guest"));
         fs::write(dir.path().join("lib/keiki/keiki-guest"), "").unwrap();
         assert_eq!(found(&exe).unwrap(), dir.path().join("bin/../lib/keiki/keiki-guest"));
@@ -354,12 +382,12 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_told() {
+    fn mistakes_are_reported() {
         let error = parse("datadir = '/x'", "my.toml").unwrap_err().to_string();
         assert!(error.contains("my.toml") && error.contains("datadir"), "{error}");
         assert!(parse("engine = 'xen'", "t").is_err());
-        let error = parse("snapshot_max_age = '30 days'", "t").unwrap_err().to_string();
-        assert!(error.contains("is no duration"), "{error}");
+        let error = parse("snapshot_max_age = 'a month'", "t").unwrap_err().to_string();
+        assert!(error.contains("is not a duration"), "{error}");
         let ages = parse("snapshot_max_age = '30d'", "t").unwrap();
         assert_eq!(ages.snapshot_max_age, Some(Duration::from_secs(30 * 86_400)));
         let dir = tempfile::tempdir().unwrap();

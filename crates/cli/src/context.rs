@@ -1,23 +1,43 @@
-//! What every command gets: the client, the printer, and ids resolved.
+//! What every command needs: the client, the printer, and ids by their short forms.
 
-use crate::{args::Global, exit::Failure, ids, printer::Printer};
+use crate::{
+    env,
+    exit::Failure,
+    ids,
+    printer::{Format, Printer},
+    text::parse_duration,
+};
 use keiki_client::{Client, SandboxId, SnapshotId};
+use std::time::Duration;
 
-/// Of one run of `keiki`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Global {
+    /// Address of the node
+    #[arg(long, global = true, env = env::URL, default_value = "http://127.0.0.1:7777", hide_env_values = true)]
+    pub url: String,
+    /// API key for the node
+    #[arg(long, global = true, env = env::API_KEY, hide_env_values = true)]
+    pub api_key: Option<String>,
+    /// Output format
+    #[arg(short, long, global = true, value_enum, default_value_t)]
+    pub output: Format,
+    /// How long to retry a create or fork while the node has no room [default: 60s]
+    #[arg(long, global = true, value_name = "DURATION", value_parser = parse_duration)]
+    pub wait: Option<Duration>,
+}
+
+/// What every command needs. Cheap to clone.
 #[derive(Clone)]
 pub struct Context {
-    /// The node.
     pub client: Client,
-    /// Where results go.
     pub out: Printer,
 }
 
 impl Context {
-    /// From the options every command has.
     pub fn new(global: &Global) -> Result<Self, Failure> {
         let out = Printer::new(global.output);
         let mut client = Client::new(&global.url)?.on_retry(move |retry| {
-            out.note(&format!("{}; trying again in {:.1} s", retry.message, retry.delay.as_secs_f64()));
+            out.note(&format!("{}; retrying in {:.1} s", retry.message, retry.delay.as_secs_f64()));
         });
         if let Some(wait) = global.wait {
             client = client.with_retry_budget(wait);
@@ -28,15 +48,12 @@ impl Context {
         Ok(Self { client, out })
     }
 
-    /// The sandbox that `text` means.
+    /// The sandbox that `text` names.
     pub async fn sandbox_id(&self, text: &str) -> Result<SandboxId, Failure> {
-        match self.sandbox_ids(&[text.to_owned()]).await?.first() {
-            Some(id) => Ok(*id),
-            None => Err(Failure::Usage("a sandbox id is missing".into())),
-        }
+        Ok(self.sandbox_ids(&[text.to_owned()]).await?.remove(0))
     }
 
-    /// The sandboxes that `texts` mean, all resolved before anything is done to one.
+    /// The sandboxes that `texts` name, in their order.
     pub async fn sandbox_ids(&self, texts: &[String]) -> Result<Vec<SandboxId>, Failure> {
         if let Ok(whole) = texts.iter().map(|text| text.parse()).collect() {
             return Ok(whole);
@@ -45,19 +62,24 @@ impl Context {
         texts.iter().map(|text| ids::pick("sandbox", text, &known)).collect()
     }
 
-    /// The command that `text` means, of those its sandbox knows.
+    /// The command in a sandbox that `text` names.
     pub async fn exec_id(&self, id: SandboxId, text: &str) -> Result<String, Failure> {
         Ok(self.exec_ids(id, &[text.to_owned()]).await?.remove(0))
     }
 
-    /// The commands that `texts` mean, one for each.
+    /// The commands in a sandbox that `texts` name, in their order.
     pub async fn exec_ids(&self, id: SandboxId, texts: &[String]) -> Result<Vec<String>, Failure> {
         let execs = self.client.execs(id).await?;
         let known: Vec<&str> = execs.iter().map(|exec| exec.id.as_str()).collect();
         texts.iter().map(|text| ids::pick("command", text, &known).map(str::to_owned)).collect()
     }
 
-    /// The snapshots that `texts` mean.
+    /// The snapshot that `text` names.
+    pub async fn snapshot_id(&self, text: &str) -> Result<SnapshotId, Failure> {
+        Ok(self.snapshot_ids(&[text.to_owned()]).await?.remove(0))
+    }
+
+    /// The snapshots that `texts` name, in their order.
     pub async fn snapshot_ids(&self, texts: &[String]) -> Result<Vec<SnapshotId>, Failure> {
         if let Ok(whole) = texts.iter().map(|text| text.parse()).collect() {
             return Ok(whole);

@@ -1,84 +1,79 @@
-//! How `keiki` ends: exit codes and the failures behind them.
+//! Exit codes, and the failures behind them.
 
 use keiki_client::Error;
 use std::{error::Error as _, io};
 
-/// Result of a command: the exit code, or why there is none.
+/// Result of a command: its exit code, or a failure.
 pub type Outcome = Result<i32, Failure>;
 
-/// The exit codes that are `keiki`'s own. `exec`, `run` and `shell` pass the remote code through; 124 and 125
-/// mean there what they mean to `timeout` and `docker run`.
+/// The exit codes of `keiki` itself. `exec`, `run` and `shell` pass the remote code through; 124 and 125
+/// mean what they mean to `timeout` and `docker run`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExitCode {
-    /// Done.
     Success = 0,
     /// `doctor` found a problem, or `bench --compare` something worse.
     Problems = 1,
-    /// The time given with `--timeout` was up, or the guest did not answer in time.
+    /// `--timeout` expired, or the guest did not answer in time.
     Timeout = 124,
-    /// `keiki` itself failed: wrong arguments, no node, a refusal, a broken connection.
+    /// `keiki` itself failed: bad arguments, no node, a refused request, a broken connection.
     Failed = 125,
 }
 
 /// For the help text.
 pub const TABLE: &str = "\
 Exit codes:
-  0        done
-  1        `doctor` found a problem; `bench --compare` found something worse
-  124      the time given with --timeout was up, or the guest did not answer in time
-  125      keiki itself failed: wrong arguments, no node, a refusal, a broken connection
-  128+n    keiki was ended by signal n (130: Ctrl-C)
+  0        success
+  1        `doctor` found a problem; `bench --compare` found a regression
+  124      --timeout expired, or the guest did not answer in time
+  125      keiki itself failed: bad arguments, no node, a refused request, a broken connection
+  128+n    keiki was killed by signal n (130: Ctrl-C)
   others   `exec`, `run`, `shell`: the exit code of the remote command, as a shell reports it
-           (126 not executable, 127 not found, 128+n ended by signal n)";
+           (126 not executable, 127 not found, 128+n killed by signal n)";
 
-/// Why a command did not do what it was asked to.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// What was typed makes no sense.
+    /// Bad arguments.
     #[error("{0}")]
     Usage(String),
-    /// The node refused, failed, or is not there.
+    /// The node refused, failed, or did not answer.
     #[error(transparent)]
     Node(#[from] Error),
-    /// The local machine refused.
+    /// A call on this machine failed.
     #[error("{what}")]
     Io {
         /// What was tried.
         what: String,
-        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Nobody reads the output any more.
-    #[error("the output cannot be written")]
+    #[error("cannot write output")]
     Output(#[source] io::Error),
-    /// A directory could not be copied.
     #[error(transparent)]
     Archive(keiki_archive::Error),
-    /// What was found is not what must be.
+    /// A result is not what it must be.
     #[error("{0}")]
     Wrong(String),
-    /// The daemon could not start.
-    #[error("the node cannot start")]
+    #[error("the node failed to start")]
     Daemon(#[source] keiki_node::Error),
-    /// Ended by a signal.
+    /// Killed by this signal.
     #[error("interrupted")]
     Signal(i32),
 }
 
 impl Failure {
-    /// What the process ends with.
+    /// The exit code.
     pub fn code(&self) -> i32 {
         match self {
             Self::Node(error) if error.is_timeout() => ExitCode::Timeout as i32,
             Self::Signal(signal) => 128 + signal,
-            // As a shell reports a writer that SIGPIPE ended.
+            // As a shell reports a process killed by SIGPIPE.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 128 + 13,
             _ => ExitCode::Failed as i32,
         }
     }
 
-    /// Is there nobody to tell?
+    /// Is there no reader left to tell?
     pub fn is_silent(&self) -> bool {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
@@ -93,7 +88,7 @@ impl Failure {
             source = error.source();
         }
         if let Self::Node(Error::Unreachable { .. }) = self {
-            // The layers of the HTTP client between only say again that it did not connect.
+            // The HTTP client's layers only repeat that it did not connect.
             causes.drain(..causes.len().saturating_sub(1));
         }
         let mut text = self.to_string();
@@ -105,7 +100,7 @@ impl Failure {
     }
 }
 
-/// Names what was tried when an I/O call failed.
+/// Says what was being done when an I/O call failed.
 pub fn io_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> Failure {
     let what = what.into();
     move |source| Failure::Io { what, source }

@@ -1,16 +1,16 @@
 //! Short ids.
 //!
-//! Ids are UUIDs that start with the time they were made: sandboxes of one fork share their first dozen digits
-//! and differ at the end. So people are shown the last group of an id, and may type the whole id, a unique
-//! beginning, or a unique end of it.
+//! Ids are UUIDs that start with a timestamp: sandboxes of one fork share their first dozen digits and differ
+//! at the end. So tables show the last group of an id, and commands take the whole id or any unique prefix or
+//! suffix.
 
 use crate::exit::Failure;
 use std::fmt::Display;
 
-/// Shorter texts name nothing: too easily the wrong one.
+/// Shorter texts would too easily name the wrong one.
 const MIN: usize = 4;
 
-/// What people are shown of an id: its last group.
+/// The last group of an id, for tables.
 pub fn short(id: impl Display) -> String {
     let text = id.to_string();
     text.rsplit('-').next().unwrap_or(&text).to_owned()
@@ -21,11 +21,11 @@ pub fn looks_like_id(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-')
 }
 
-/// The one of `ids` that `text` means. `what`: whose ids, for the error.
+/// The one of `ids` that `text` names. `what` goes into errors: `sandbox`, `snapshot`.
 pub fn pick<T: Copy + Display>(what: &str, text: &str, ids: &[T]) -> Result<T, Failure> {
     let wanted = text.to_ascii_lowercase();
     if !looks_like_id(&wanted) {
-        return Err(Failure::Usage(format!("{text:?} is no {what} id")));
+        return Err(Failure::Usage(format!("not a {what} id: {text}")));
     }
     let named = |id: &T| {
         let id = id.to_string();
@@ -34,13 +34,11 @@ pub fn pick<T: Copy + Display>(what: &str, text: &str, ids: &[T]) -> Result<T, F
     let hits: Vec<T> = ids.iter().copied().filter(named).collect();
     match hits.as_slice() {
         [id] => Ok(*id),
-        [] if wanted.len() < MIN => Err(Failure::Usage(format!(
-            "{text:?} is too short for a {what} id: give at least {MIN} characters"
-        ))),
-        [] => Err(Failure::Usage(format!("there is no {what} {text}"))),
-        many => {
-            Err(Failure::Usage(format!("{text} names {} of the {what} ids: give more of it", many.len())))
+        [] if wanted.len() < MIN => {
+            Err(Failure::Usage(format!("{what} id {text:?} is too short: type at least {MIN} characters")))
         }
+        [] => Err(Failure::Usage(format!("no such {what}: {text}"))),
+        many => Err(Failure::Usage(format!("{what} id {text} is ambiguous: {} match", many.len()))),
     }
 }
 
@@ -68,11 +66,11 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_is_said() {
+    fn the_reason_is_given() {
         let why = |text: &str| pick("sandbox", text, &IDS).unwrap_err().to_string();
-        assert_eq!(why("0198f2a4"), "0198f2a4 names 2 of the sandbox ids: give more of it");
+        assert_eq!(why("0198f2a4"), "sandbox id 0198f2a4 is ambiguous: 2 match");
         assert!(why("0").contains("too short"));
-        assert!(why("dead").contains("there is no sandbox dead"));
+        assert!(why("dead").contains("no such sandbox: dead"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Standard input as it comes.
+//! Standard input, as it arrives.
 
 use crate::exit::{Failure, io_error};
 use bytes::Bytes;
@@ -8,11 +8,11 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Bytes read at once.
+/// Bytes per read.
 const PIECE: usize = 64 << 10;
 
-/// Reads on a thread: a read of a terminal or pipe cannot be called off, the process ends over it. No more pieces: the
-/// input has ended.
+/// Reads on a thread of its own: a read of a terminal or pipe cannot be cancelled, so the process exits while
+/// it waits. The channel closes at the end of the input.
 pub fn pieces() -> Result<mpsc::Receiver<io::Result<Bytes>>, Failure> {
     let (send, inbox) = mpsc::channel(4);
     let read_all = move || {

@@ -1,7 +1,7 @@
 //! `keiki`: the command line, the daemon included.
 //!
-//! Each command is one file in [`cmd`]: its arguments and an async `run`. A run returns the exit code or a
-//! [`exit::Failure`]; only this file turns failures into text and ends the process.
+//! Each command is one file in [`cmd`]: its arguments and an async `run`, which returns an exit code or an
+//! [`exit::Failure`]. Only this file prints failures and ends the process.
 
 mod args;
 mod bench;
@@ -26,7 +26,7 @@ use exit::{ExitCode, Failure, Outcome};
 use printer::{Format, Printer};
 
 fn main() {
-    // For all that is started from here. Monitors insist on it once more.
+    // For every program started from here. Monitors do it again themselves.
     let _ = keiki_sys::process::close_others_at_exec();
     let matches = args::command().try_get_matches();
     let cli = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
@@ -41,30 +41,30 @@ fn main() {
     let outcome = match tokio::runtime::Runtime::new() {
         Ok(runtime) => {
             let outcome = runtime.block_on(run(cli));
-            // A thread may still wait for a key that never comes.
+            // A thread may still be waiting for input.
             runtime.shutdown_background();
             outcome
         }
-        Err(source) => Err(Failure::Io { what: "starting the runtime".into(), source }),
+        Err(source) => Err(Failure::Io { what: "cannot start the runtime".into(), source }),
     };
     let code = match outcome {
         Ok(code) => code,
         Err(failure) => {
-            complain(out, &failure);
+            report(out, &failure);
             failure.code()
         }
     };
     std::process::exit(code);
 }
 
-fn complain(out: Printer, failure: &Failure) {
+fn report(out: Printer, failure: &Failure) {
     if failure.is_silent() {
         return;
     }
     if let Failure::Node(error) = failure
         && let Some(console) = error.console().filter(|console| !console.trim().is_empty())
     {
-        out.note("the end of the guest's console:");
+        out.note("last lines of the guest's console:");
         for line in console.lines() {
             out.note(&format!("  | {}", text::plain(line)));
         }
@@ -78,7 +78,7 @@ async fn run(cli: Cli) -> Outcome {
         // These work without a node.
         Command::Doctor(args) => return cmd::doctor::run(Printer::new(global.output), args).await,
         Command::Node(args) => return cmd::node::run(Printer::new(global.output), args).await,
-        Command::Completion(args) => return cmd::completion::run(args),
+        Command::Completion(args) => return cmd::completion::run(args::command(), args),
         _ => {}
     }
     let context = Context::new(&global)?;
@@ -102,10 +102,10 @@ async fn run(cli: Cli) -> Outcome {
         Command::Ports(args) => cmd::ports::run(context, args).await,
         Command::Url(args) => cmd::url::run(context, args).await,
         Command::Open(args) => cmd::url::open(context, args).await,
-        Command::Pause(args) => cmd::pause::run(context, args).await,
-        Command::Resume(args) => cmd::resume::run(context, args).await,
-        Command::Hibernate(args) => cmd::hibernate::run(context, args).await,
-        Command::Wake(args) => cmd::wake::run(context, args).await,
+        Command::Pause(args) => cmd::state::pause(context, args).await,
+        Command::Resume(args) => cmd::state::resume(context, args).await,
+        Command::Hibernate(args) => cmd::state::hibernate(context, args).await,
+        Command::Wake(args) => cmd::state::wake(context, args).await,
         Command::Snapshot(args) => cmd::snapshot::run(context, args).await,
         Command::Snapshots(args) => cmd::snapshots::run(context, args).await,
         Command::Restore(args) => cmd::restore::run(context, args).await,

@@ -1,7 +1,7 @@
-//! Things that `bench` and `demo` make on a node, and remove again.
+//! What `bench` and `demo` create on a node, and delete again.
 //!
-//! Everything carries one label, children and snapshots by inheritance. So what is removed in the end is found
-//! on the node itself: also a sandbox whose making was interrupted before its id came back.
+//! Everything carries one label; children and snapshots inherit it. So the node itself knows what to delete, even
+//! a sandbox whose creation was interrupted before its id came back.
 
 use crate::exit::Failure;
 use keiki_client::{Client, Error, SandboxId, api::CreateSandbox};
@@ -9,24 +9,23 @@ use std::{collections::BTreeMap, time::Duration};
 
 const KEY: &str = "keiki.run";
 
-/// A machine in the middle of something answers 409 or 503; how often and how long to wait for it.
+/// A busy machine answers 409 or 503.
 const TRIES: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// One run and what belongs to it.
+/// One run and what it created.
 pub struct Owned {
     client: Client,
     label: String,
 }
 
 impl Owned {
-    /// A new run, e.g. of `bench`.
     pub fn new(client: Client, what: &str) -> Self {
-        // Any id that is new for ever does.
+        // Any unique id will do.
         Self { client, label: format!("{what}-{}", SandboxId::new()) }
     }
 
-    /// A create that belongs to this run. Should this program be killed, the TTL removes what it made.
+    /// A create request of this run. If this program is killed, the TTL cleans up.
     pub fn request(&self) -> CreateSandbox {
         CreateSandbox {
             metadata: Some(BTreeMap::from([(KEY.to_owned(), self.label.clone())])),
@@ -35,7 +34,7 @@ impl Owned {
         }
     }
 
-    /// Removes everything of this run.
+    /// Deletes everything this run created.
     pub async fn clear(&self) -> Result<(), Failure> {
         let mut last = Ok(());
         for _ in 0..TRIES {

@@ -1,6 +1,6 @@
-//! All printing. Results go to stdout, as tables or JSON; everything else to stderr.
+//! All printing. Results go to stdout as tables or JSON, everything else to stderr.
 
-use crate::exit::{Failure, io_error};
+use crate::exit::{ExitCode, Failure, Outcome, io_error};
 use bytes::Bytes;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
@@ -10,34 +10,36 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Format {
-    /// For people.
+    /// Tables and lines
     #[default]
     Table,
-    /// For programs: what the API answers.
+    /// JSON, as the API returns it
     Json,
 }
 
-/// Prints.
 #[derive(Debug, Clone, Copy)]
 pub struct Printer {
     format: Format,
 }
 
 impl Printer {
-    /// In this format.
     pub fn new(format: Format) -> Self {
         Self { format }
     }
 
-    /// Are results JSON?
     pub fn is_json(self) -> bool {
         self.format == Format::Json
     }
 
-    /// Prints a value as JSON, or what `text` makes of it.
+    /// Prints the result of a command, with which it succeeds.
+    pub fn result<T: Serialize + ?Sized>(self, value: &T, text: impl FnOnce() -> String) -> Outcome {
+        self.show(value, text)?;
+        Ok(ExitCode::Success as i32)
+    }
+
+    /// Prints a value as JSON, or as `text` renders it.
     pub fn show<T: Serialize + ?Sized>(
         self,
         value: &T,
@@ -52,30 +54,28 @@ impl Printer {
         }
     }
 
-    /// Prints a value as JSON.
     pub fn json<T: Serialize + ?Sized>(self, value: &T) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(value).map_err(|error| Failure::Output(error.into()))?;
         self.line(&text)
     }
 
-    /// A line of results.
+    /// Prints a line of results.
     pub fn line(self, text: &str) -> Result<(), Failure> {
         let mut out = io::stdout().lock();
         writeln!(out, "{text}").and_then(|()| out.flush()).map_err(Failure::Output)
     }
 
-    /// A line for the person who watches. Nobody watching is no failure.
+    /// Prints a line to stderr. Failing to is no error.
     pub fn note(self, text: &str) {
         let _ = writeln!(io::stderr().lock(), "{text}");
     }
 }
 
-/// Is there a person at stderr?
 pub fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// A table with these headings, without borders: easy to read and to cut.
+/// A table without borders: easy to read, and to cut.
 pub fn table<const N: usize>(headings: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
@@ -89,24 +89,20 @@ pub fn table<const N: usize>(headings: [&str; N], rows: impl IntoIterator<Item =
     table.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>().join("\n")
 }
 
-/// Where a chunk of a command's output goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// Standard output.
     Stdout,
-    /// Standard error.
     Stderr,
 }
 
-/// Writes a command's output, byte-exact and in order, on a thread of its own: a reader that stands still must
-/// not keep Ctrl-C from being seen.
+/// Writes a command's output, byte for byte and in order. It does so on its own thread: a stalled reader must not
+/// block Ctrl-C.
 pub struct Output {
     chunks: mpsc::Sender<(Target, Bytes)>,
     thread: JoinHandle<io::Result<()>>,
 }
 
 impl Output {
-    /// Starts the thread.
     pub fn start() -> Result<Self, Failure> {
         let (chunks, mut inbox) = mpsc::channel::<(Target, Bytes)>(16);
         let write_all = move || {
@@ -129,7 +125,7 @@ impl Output {
         Ok(Self { chunks, thread })
     }
 
-    /// Writes, or waits until there is room. False: nobody reads any more; [`Output::finish`] says why.
+    /// Writes, waiting for room. False: there is no reader left, and [`Output::finish`] says why.
     pub async fn write(&self, target: Target, chunk: Bytes) -> bool {
         self.chunks.send((target, chunk)).await.is_ok()
     }
@@ -141,7 +137,7 @@ impl Output {
         let joined = tokio::task::spawn_blocking(move || thread.join()).await;
         match joined {
             Ok(Ok(written)) => written.map_err(Failure::Output),
-            _ => Err(Failure::Output(io::Error::other("the output thread ended early"))),
+            _ => Err(Failure::Output(io::Error::other("the output thread died"))),
         }
     }
 }

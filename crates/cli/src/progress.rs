@@ -1,5 +1,4 @@
-//! Says what takes so long: a spinner for people, plain lines elsewhere, always on stderr, and only once
-//! something has taken longer than a second.
+//! Progress on stderr: a spinner on a terminal, plain lines elsewhere, and only after a second.
 
 use crate::printer::stderr_is_terminal;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -12,7 +11,7 @@ use tokio::task::JoinHandle;
 
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Something that goes on. Dropping it ends the display.
+/// An operation in progress. Dropping it ends the display.
 pub struct Progress {
     bar: ProgressBar,
     waiting: JoinHandle<()>,
@@ -21,7 +20,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins. Must be called within the runtime.
+    /// Must be called within the runtime.
     pub fn start(message: impl Into<String>) -> Self {
         let message = Arc::new(Mutex::new(message.into()));
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
@@ -33,8 +32,8 @@ impl Progress {
         Self { bar, waiting, message, terminal }
     }
 
-    /// Says what is being done now.
-    pub fn say(&self, text: impl Into<String>) {
+    /// Sets the message.
+    pub fn set(&self, text: impl Into<String>) {
         let text = text.into();
         self.bar.set_message(text.clone());
         if let Ok(mut message) = self.message.lock() {
@@ -42,15 +41,15 @@ impl Progress {
         }
     }
 
-    /// A step that is worth a line of its own where there is no spinner.
+    /// Sets the message, and prints it where there is no spinner.
     pub fn step(&self, text: impl Into<String>) {
         let text = text.into();
         if !self.terminal {
             let _ = writeln!(std::io::stderr().lock(), "{text}");
-            // Said: no need to say it again after a second.
+            // Don't print it again after a second.
             self.waiting.abort();
         }
-        self.say(text);
+        self.set(text);
     }
 
     /// Prints a line above the spinner.

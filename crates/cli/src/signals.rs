@@ -3,8 +3,8 @@
 use crate::exit::Failure;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Resolves with the number of the first of SIGINT, SIGTERM and SIGHUP. From the first call on they no longer
-/// end the process by themselves.
+/// Resolves with the first of SIGINT, SIGTERM and SIGHUP to arrive. From the first call on they no longer kill
+/// the process.
 pub async fn interrupted() -> i32 {
     let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
     let waits = kinds.into_iter().filter_map(|kind| {
@@ -16,13 +16,13 @@ pub async fn interrupted() -> i32 {
     });
     let waits: Vec<_> = waits.collect();
     if waits.is_empty() {
-        // None can be watched: each still ends the process by itself.
+        // No handler could be installed: each still kills the process.
         return std::future::pending().await;
     }
     futures::future::select_all(waits).await.0
 }
 
-/// Runs `work` until it is done or a signal comes; then `work` is dropped.
+/// Runs `work`, and drops it when a signal arrives.
 pub async fn unless_interrupted<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     tokio::select! {
         done = work => done,

@@ -1,4 +1,4 @@
-//! Small texts: ages, sizes, durations, pairs.
+//! Ages, sizes, durations and pairs, as typed and as shown.
 
 use keiki_client::api::secrets::Secret;
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub fn span(seconds: u64) -> String {
     }
 }
 
-/// How long ago an RFC 3339 time was; `-` if it is none.
+/// How long ago an RFC 3339 time was; `-` if it cannot be parsed.
 pub fn age(created_at: &str, now: OffsetDateTime) -> String {
     match OffsetDateTime::parse(created_at, &Rfc3339) {
         Ok(then) => span((now - then).whole_seconds().try_into().unwrap_or(0)),
@@ -34,9 +34,9 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A guest's text, on one line: it must not drive the terminal it is shown on.
-pub fn plain(said: &str) -> String {
-    said.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+/// A guest's text on one line, without characters that control a terminal.
+pub fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// `12.3`, or `-`.
@@ -44,28 +44,21 @@ pub fn ms(value: Option<f64>) -> String {
     value.map_or_else(|| "-".into(), |ms| format!("{ms:.1}"))
 }
 
-/// `90`, `1.5`, `500ms`, `30s`, `5m`, `2h`.
+/// Seconds, or with units: `90`, `1.5`, `500ms`, `30s`, `5m`, `2h`, `1h30m`, `7d`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is no duration: write seconds, or 500ms, 30s, 5m, 2h");
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let factor = match &text[digits.len()..] {
-        "ms" => 0.001,
-        "" | "s" => 1.0,
-        "m" => 60.0,
-        "h" => 3600.0,
-        "d" => 86_400.0,
-        _ => return Err(wrong()),
+    let parsed = match text.parse() {
+        Ok(seconds) => Duration::try_from_secs_f64(seconds).ok(),
+        Err(_) => humantime::parse_duration(text).ok(),
     };
-    let value: f64 = digits.parse().map_err(|_| wrong())?;
-    let duration = Duration::try_from_secs_f64(value * factor).map_err(|_| wrong())?;
-    if duration.is_zero() { Err("a duration must be longer than nothing".into()) } else { Ok(duration) }
+    let duration = parsed.ok_or_else(|| format!("{text:?} is not a duration: use 90s, 10m, 2h"))?;
+    if duration.is_zero() { Err("must be longer than zero".into()) } else { Ok(duration) }
 }
 
-/// A TTL, in whole seconds.
+/// A TTL in whole seconds.
 pub fn parse_ttl(text: &str) -> Result<i64, String> {
     let seconds = parse_duration(text)?.as_secs();
     if seconds == 0 {
-        return Err("a TTL must be at least one second".into());
+        return Err("must be at least one second".into());
     }
     i64::try_from(seconds).map_err(|_| format!("{text:?} is too long"))
 }
@@ -78,20 +71,24 @@ pub fn parse_pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// `NAME=@FILE`, or `NAME` for the variable's value: never on the command line, where everybody on this host reads it.
+/// `NAME=@FILE`, or `NAME` for the value of that variable. Never the value itself: any user of this host can read
+/// command lines.
 pub fn parse_secret(text: &str) -> Result<(String, Secret), String> {
     let (name, value) = match text.split_once('=') {
         Some((name, source)) => {
             let path = source.strip_prefix('@').ok_or_else(|| {
-                format!("{name}=… would show the value to everybody on this host: give {name}=@FILE, or {name} alone for a variable")
+                format!(
+                    "a value on the command line is visible to every user of this host: use {name}=@FILE, \
+                     or {name} for an environment variable"
+                )
             })?;
             let value =
-                std::fs::read_to_string(path).map_err(|error| format!("{path} cannot be read: {error}"))?;
+                std::fs::read_to_string(path).map_err(|error| format!("cannot read {path}: {error}"))?;
             (name, value)
         }
         None => {
             let value = std::env::var(text).map_err(|_| {
-                format!("{text} is not the name of a variable that is set here; NAME=@FILE reads a file")
+                format!("environment variable {text} is not set; use {text}=@FILE to read a file")
             })?;
             (text, value)
         }
@@ -99,14 +96,14 @@ pub fn parse_secret(text: &str) -> Result<(String, Secret), String> {
     Ok((name.into(), Secret { value, owner: None, on_fork: None, on_restore: None }))
 }
 
-/// `KEY=VALUE`, or `KEY` for the value it has here.
+/// `KEY=VALUE`, or `KEY` for the value of that variable.
 pub fn parse_env(text: &str) -> Result<(String, String), String> {
     if text.contains('=') {
         return parse_pair(text);
     }
     match std::env::var(text) {
         Ok(value) if !text.is_empty() => Ok((text.into(), value)),
-        _ => Err(format!("{text:?} is not KEY=VALUE, nor the name of a variable that is set here")),
+        _ => Err(format!("{text:?} is neither KEY=VALUE nor a variable that is set here")),
     }
 }
 
@@ -136,11 +133,22 @@ mod tests {
 
     #[test]
     fn durations() {
-        for (text, ms) in [("90", 90_000), ("1.5", 1500), ("500ms", 500), ("5m", 300_000), ("2h", 7_200_000)]
-        {
+        let hours = 3_600_000;
+        for (text, ms) in [
+            ("90", 90_000),
+            ("1.5", 1500),
+            (".5", 500),
+            ("500ms", 500),
+            ("1.5s", 1500),
+            ("5m", 300_000),
+            ("2h", 2 * hours),
+            ("1.5h", 90 * 60_000),
+            ("30d", 30 * 24 * hours),
+            ("1h30m", 90 * 60_000),
+        ] {
             assert_eq!(parse_duration(text), Ok(Duration::from_millis(ms)), "{text}");
         }
-        for text in ["", "s", "-1", "5 m", "5w", "0", "nan", "inf", "1e300", "é"] {
+        for text in ["", "s", "-1", "5x", "5 x", "0", "0s", "nan", "inf", "1e300", "é"] {
             assert!(parse_duration(text).is_err(), "{text}");
         }
         assert_eq!(parse_ttl("1h"), Ok(3600));

@@ -104,7 +104,7 @@ fn a_benchmark_that_became_worse_ends_with_1() {
     assert!(std::fs::read_to_string(chart).unwrap().contains("kill"));
     let page = text(&keiki(&["bench", "--from", &new, "--markdown"]).stdout);
     assert!(page.ends_with("|---|\n| kill |  | 3 | 14.0 | 14.0 | 14.0 | ms |\n"), "{page}");
-    for (wrong, named) in [("/no/such.json", "No such file"), ("Cargo.toml", "is no report")] {
+    for (wrong, named) in [("/no/such.json", "No such file"), ("Cargo.toml", "not a report")] {
         let output = keiki(&["bench", "--from", wrong]);
         assert_eq!(output.status.code(), Some(125));
         assert!(text(&output.stderr).contains(named), "{}", text(&output.stderr));

@@ -140,7 +140,7 @@ pub async fn verbs_of_every_day(world: Arc<World>) -> Result<()> {
     let ttl = keiki.json(&format!("ttl {id}")).await?;
     ensure!(ttl["ttl_seconds"] == 7200 && ttl["persistent"] == true, "{ttl}");
     let ttl = keiki.out(&format!("ttl {id} 30m --ephemeral")).await?;
-    ensure!(ttl == "deleted after 30m without use, 30m left", "{ttl}");
+    ensure!(ttl == "deleted after 30m without activity, 30m left", "{ttl}");
     let refused = keiki.said(&format!("ttl {id} 0")).await?;
     ensure!(refused.code == Some(125) && refused.out.is_empty() && !refused.err.is_empty(), "a TTL of 0");
 
@@ -292,7 +292,7 @@ pub async fn a_forward_keeps_half_closes(world: Arc<World>) -> Result<()> {
         ))
         .await?;
     ensure!(
-        taken.code == Some(125) && taken.err.contains("listening on"),
+        taken.code == Some(125) && taken.err.contains("cannot listen on"),
         "a port that is taken: {}",
         taken.err
     );
@@ -406,7 +406,7 @@ pub async fn a_shell_on_a_terminal(world: Arc<World>) -> Result<()> {
     // Left with the keys for it, and come back to: the same shell.
     screen.type_in("\u{1d}d").await?;
     let seen = screen.until("shell --attach=").await?;
-    ensure!(seen.contains("left; come back with"), "{seen:?}");
+    ensure!(seen.contains("detached; reattach with"), "{seen:?}");
     ensure!(screen.end().await? == Some(0), "leaving is no failure");
     let listed = keiki.json(&format!("ps {id}")).await?;
     ensure!(

@@ -1,6 +1,6 @@
 //! A report as a picture: a bar to the median of each metric, and a line on to its 99th percentile.
 
-use super::{Measured, Report};
+use super::report::{Measured, Report, conditions};
 use crate::exit::Failure;
 use plotters::{
     chart::ChartBuilder,
@@ -102,7 +102,7 @@ fn draw_panel(
         let line = chart.plotting_area().map_coordinate(&(0.0, middle));
         let end = chart.plotting_area().map_coordinate(&(tail, middle));
         let (left, top) = panel.get_base_pixel();
-        let (label, half) = (format!("{} {}", result.name, result.conditions()), 6);
+        let (label, half) = (format!("{} {}", result.name, conditions(&result.params)), 6);
         panel.draw(&Text::new(label, (16, line.1 - top - half), (FONT, 12).into_font()))?;
         panel.draw(&Text::new(
             short(result.p50),
@@ -124,7 +124,7 @@ fn short(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::svg;
-    use crate::bench::{Metric, tests::report};
+    use crate::bench::{pick::Metric, report::tests::report};
     use serde_json::json;
 
     #[test]

@@ -1,9 +1,9 @@
 //! Commands in a running sandbox.
 
 use super::{
-    Bench, Metric,
     guest::{Holder, MIB},
-    run::{Samples, ms, true_command},
+    pick::Metric,
+    run::{Bench, Samples, ms, true_command},
 };
 use crate::exit::Failure;
 use serde_json::json;

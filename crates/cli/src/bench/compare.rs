@@ -1,6 +1,6 @@
 //! Two reports side by side.
 
-use super::{Measured, Report};
+use super::report::{Measured, Report};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -81,7 +81,7 @@ fn ratio(before: f64, now: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::{Verdict, compare};
-    use crate::bench::{Metric, tests::report};
+    use crate::bench::{pick::Metric, report::tests::report};
     use serde_json::json;
 
     #[test]

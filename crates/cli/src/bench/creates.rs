@@ -1,8 +1,8 @@
 //! Sandboxes come and go.
 
 use super::{
-    Bench, Metric, first_event,
-    run::{REST, Samples, ms},
+    pick::Metric,
+    run::{Bench, REST, Samples, first_event, ms},
 };
 use crate::exit::Failure;
 use futures::future::try_join_all;

@@ -1,9 +1,9 @@
 //! Forks: how long everything stands still, when the children are there, and what it costs afterwards.
 
 use super::{
-    Bench, Metric, first_event,
     guest::{Holder, MIB},
-    run::{REST, Samples, ms},
+    pick::Metric,
+    run::{Bench, REST, Samples, first_event, ms},
 };
 use crate::exit::Failure;
 use futures::future::try_join_all;

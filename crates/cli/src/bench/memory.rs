@@ -1,9 +1,9 @@
 //! Memory: what copies share, and how that erodes.
 
 use super::{
-    Bench, Metric,
     guest::{Holder, MIB as HELD_MIB},
-    run::{MIB, Samples, ms},
+    pick::Metric,
+    run::{Bench, MIB, Samples, ms},
 };
 use crate::exit::Failure;
 use keiki_client::{
@@ -44,7 +44,7 @@ impl Bench<'_> {
         let forked = self.fork_all(id, children).await?;
         let mut samples = Samples::default();
         for state in ["started", "read", "half written", "written"] {
-            self.progress.say(format!("memory of children: {state}"));
+            self.progress.set(format!("memory of children: {state}"));
             for child in &forked.children {
                 let child = holder.of(child.id);
                 match state {
@@ -90,7 +90,7 @@ impl Bench<'_> {
         let forked = self.fork_all(sandbox.id, children).await?;
         samples.add(Metric::ModelForkAll, &params(None), [ms(start)]);
         for state in ["started", "read", "tenth written"] {
-            self.progress.say(format!("forks of a model: {state}"));
+            self.progress.set(format!("forks of a model: {state}"));
             for child in &forked.children {
                 let child = holder.of(child.id);
                 match state {

@@ -1,6 +1,11 @@
 //! A run: the groups one after the other, and what they share.
 
-use super::{LeftOut, Measured, Metric, Pick, Report, machine::Machine, page_cache};
+use super::{
+    machine::Machine,
+    page_cache,
+    pick::{Metric, Pick},
+    report::{LeftOut, Measured, Report},
+};
 use crate::{exit::Failure, owned::Owned, progress::Progress};
 use futures::StreamExt;
 use keiki_client::{
@@ -210,7 +215,7 @@ impl Bench<'_> {
         if at == 0 {
             self.progress.step(format!("{what}: {of} samples"));
         }
-        self.progress.say(format!("{what}: {} of {of}", at + 1));
+        self.progress.set(format!("{what}: {} of {of}", at + 1));
     }
 
     /// A create of this run.

@@ -1,8 +1,8 @@
 //! Snapshots, and restores from them.
 
 use super::{
-    Bench, Metric, first_event,
-    run::{REST, Samples, ms},
+    pick::Metric,
+    run::{Bench, REST, Samples, first_event, ms},
 };
 use crate::exit::Failure;
 use keiki_client::SnapshotId;

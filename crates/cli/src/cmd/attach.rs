@@ -10,27 +10,26 @@ use crate::{
 use bytes::Bytes;
 use keiki_client::{Client, From, SandboxId};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Command, as `keiki ps` lists it
+    /// Command id, from `keiki ps`
     #[arg(value_name = "EXEC")]
     pub exec: String,
-    /// Pass over so many bytes of its standard output
+    /// Skip this many bytes of standard output
     #[arg(long, value_name = "BYTES", conflicts_with = "tail")]
     pub offset: Option<u64>,
-    /// Begin so many bytes before the end of its output
+    /// Start this many bytes before the end of the output
     #[arg(long, value_name = "BYTES")]
     pub tail: Option<u64>,
-    /// Send it this program's standard input as it comes, and its end
+    /// Send standard input to the command as it arrives
     #[arg(short = 'i', long)]
     pub stdin: bool,
 }
 
-/// Runs the command. Ctrl-C leaves the remote command as it is.
+/// Ctrl-C leaves the remote command running.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let exec = context.exec_id(id, &args.exec).await?;
@@ -48,7 +47,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     tokio::select! {
         code = &mut shown => code,
         sent = &mut typed => {
-            // The command's end is what counts now, unless it never got its input.
+            // From here on only the end of the command matters, unless its input never arrived.
             sent?;
             shown.await
         }
@@ -59,10 +58,10 @@ pub async fn run(context: Context, args: Args) -> Outcome {
 async fn send_input(client: Client, id: SandboxId, exec: String) -> Result<(), Failure> {
     let mut inbox = input::pieces()?;
     while let Some(piece) = inbox.recv().await {
-        let piece = piece.map_err(io_error("reading standard input"))?;
+        let piece = piece.map_err(io_error("cannot read standard input"))?;
         let all = piece.len() as u64;
         if client.write_exec(id, &exec, piece, false).await? < all {
-            // It has ended, or closed its input.
+            // It exited, or closed its input.
             return Ok(());
         }
     }

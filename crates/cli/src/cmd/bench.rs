@@ -1,7 +1,7 @@
 //! `keiki bench`.
 
 use crate::{
-    bench::{Bench, Comparison, Metric, Pick, Report, Size, Verdict, compare, svg},
+    bench::{Bench, Comparison, Metric, Pick, Report, Size, Verdict, compare, conditions, svg},
     context::Context,
     exit::{ExitCode, Failure, Outcome, io_error},
     owned::Owned,
@@ -16,45 +16,44 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Samples of each metric [default: 10, with --quick 2]
+    /// Samples per metric [default: 10, or 2 with --quick]
     #[arg(short, long, value_parser = clap::value_parser!(u16).range(1..))]
     pub n: Option<u16>,
-    /// Measure only these metrics or groups, e.g. fork,kill; --list names them
+    /// Measure only these metrics or groups, e.g. fork,kill (see --list)
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     pub only: Vec<Pick>,
-    /// A look in a minute or two: few samples, few machines, no cold page cache
+    /// Take a minute or two: few samples, few machines, no cold page cache
     #[arg(long)]
     pub quick: bool,
-    /// What to make sandboxes of
+    /// Template to create sandboxes from
     #[arg(long, value_name = "NAME")]
     pub template: Option<String>,
-    /// Put the results into this report; what it has of others stays
+    /// Merge the results into this report
     #[arg(long, value_name = "FILE")]
     pub into: Option<PathBuf>,
-    /// Measure nothing: take the results of this report
+    /// Take the results from this report instead of measuring
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "n", "quick", "into", "template"])]
     pub from: Option<PathBuf>,
-    /// Compare with an earlier report; exit code 1 if something is worse
+    /// Compare with an earlier report; exit with 1 on a regression
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// How many times the earlier median is worse
+    /// Ratio to the earlier median that counts as a regression
     #[arg(long, default_value_t = 1.25, value_name = "RATIO", value_parser = threshold, requires = "compare")]
     pub threshold: f64,
-    /// Draw the results into this SVG file
+    /// Draw the results as an SVG file
     #[arg(long, value_name = "FILE")]
     pub chart: Option<PathBuf>,
     /// Print the results as a Markdown table
     #[arg(long, conflicts_with = "list")]
     pub markdown: bool,
-    /// List what can be measured
+    /// List metrics
     #[arg(long)]
     pub list: bool,
 }
 
-/// What is printed as JSON: the report, and the comparison where one was asked for.
+/// The JSON output.
 #[derive(Serialize)]
 struct Shown<'a> {
     #[serde(flatten)]
@@ -63,13 +62,12 @@ struct Shown<'a> {
     comparison: Option<&'a [Comparison]>,
 }
 
-/// Runs the command. What it made is removed however it ends.
+/// However this ends, it deletes what it created.
 pub async fn run(context: Context, args: Args) -> Outcome {
     if args.list {
-        context.out.show(&list(), || table(["GROUP", "NAME", "UNIT", "WHAT"], list()))?;
-        return Ok(ExitCode::Success as i32);
+        return context.out.result(&list(), || table(["GROUP", "NAME", "UNIT", "DESCRIPTION"], list()));
     }
-    // What cannot be read is said before anything takes minutes.
+    // Fail on an unreadable file now, not minutes later.
     let before = args.compare.as_deref().map(read).transpose()?;
     let known = args.into.as_deref().filter(|path| path.exists()).map(read).transpose()?;
     let report = match &args.from {
@@ -110,7 +108,7 @@ async fn measure(context: &Context, args: &Args) -> Result<Report, Failure> {
         left_out: std::sync::Mutex::default(),
     };
     let measured = unless_interrupted(bench.run()).await;
-    progress.say("cleaning up");
+    progress.set("cleaning up");
     let cleared = owned.clear().await;
     drop(progress);
     let report = measured?;
@@ -118,12 +116,12 @@ async fn measure(context: &Context, args: &Args) -> Result<Report, Failure> {
     Ok(report)
 }
 
-/// What the exit code says: 125 where the node failed at something, 1 where something is worse.
+/// 125 where the node failed at something, 1 for a regression.
 fn verdict(report: &Report, comparison: &[Comparison]) -> Outcome {
     let failed: Vec<_> =
         report.left_out.iter().filter(|part| part.failed).map(|part| part.what.as_str()).collect();
     if !failed.is_empty() {
-        return Err(Failure::Wrong(format!("could not be measured: {}", failed.join(", "))));
+        return Err(Failure::Wrong(format!("cannot measure {}", failed.join(", "))));
     }
     let worse = comparison.iter().any(|one| one.verdict == Verdict::Worse);
     Ok(if worse { ExitCode::Problems } else { ExitCode::Success } as i32)
@@ -131,26 +129,27 @@ fn verdict(report: &Report, comparison: &[Comparison]) -> Outcome {
 
 fn threshold(word: &str) -> Result<f64, String> {
     let ratio = word.parse::<f64>().ok().filter(|ratio| ratio.is_finite() && *ratio >= 1.0);
-    ratio.ok_or_else(|| "it must be a number of at least 1, like 1.25".into())
+    ratio.ok_or_else(|| "must be a number of at least 1, such as 1.25".into())
 }
 
 fn read(path: &Path) -> Result<Report, Failure> {
-    let what = format!("reading {}", path.display());
+    let what = format!("cannot read {}", path.display());
     let text = fs::read_to_string(path).map_err(io_error(what))?;
-    serde_json::from_str(&text)
-        .map_err(|error| Failure::Wrong(format!("{} is no report of `keiki bench`: {error}", path.display())))
+    serde_json::from_str(&text).map_err(|error| {
+        Failure::Wrong(format!("{}: not a report of `keiki bench`: {error}", path.display()))
+    })
 }
 
-/// Whole or not at all: it may hold what took minutes.
+/// Writes all or nothing: the file may hold the results of a long run.
 fn write(path: &Path, text: &str) -> Result<(), Failure> {
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
-    let what = || format!("writing {}", path.display());
+    let what = || format!("cannot write {}", path.display());
     fs::write(&new, text).and_then(|()| fs::rename(&new, path)).map_err(io_error(what()))
 }
 
 fn not_json(error: serde_json::Error) -> Failure {
-    Failure::Wrong(format!("the report cannot be written: {error}"))
+    Failure::Wrong(format!("cannot encode the report: {error}"))
 }
 
 fn list() -> Vec<[String; 4]> {
@@ -162,7 +161,7 @@ fn list() -> Vec<[String; 4]> {
     Metric::value_variants().iter().map(row).collect()
 }
 
-/// Below one, as shares are, one digit would say little.
+/// Ratios are below one, where one digit would say little.
 fn number(value: f64) -> String {
     if value < 1.0 { format!("{value:.2}") } else { format!("{value:.1}") }
 }
@@ -171,7 +170,7 @@ fn rows(report: &Report) -> impl Iterator<Item = [String; 7]> {
     report.results.iter().map(|result| {
         let [p50, p90, p99] = [result.p50, result.p90, result.p99].map(number);
         let (name, unit) = (result.name.clone(), result.unit.clone());
-        [name, result.conditions(), result.n.to_string(), p50, p90, p99, unit]
+        [name, conditions(&result.params), result.n.to_string(), p50, p90, p99, unit]
     })
 }
 
@@ -185,7 +184,7 @@ fn markdown(report: &Report) -> String {
 
 fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
     let machine = &report.machine;
-    let mut said = format!(
+    let mut page = format!(
         "{}, {} cores, {} MiB RAM, Linux {}; engine {}\n\n{}",
         machine.cpu,
         machine.cores,
@@ -196,23 +195,14 @@ fn text(report: &Report, comparison: Option<&[Comparison]>) -> String {
     );
     if let Some(comparison) = comparison {
         let rows = comparison.iter().map(|one| {
-            let params: Vec<_> = one.params.iter().map(|(key, value)| format!("{key}={value}")).collect();
             let (before, now) = (number(one.before), number(one.now));
             let (ratio, verdict) = (format!("{:.2}", one.ratio), one.verdict.as_str().to_owned());
-            [
-                one.name.clone(),
-                params.join(" ").replace('"', ""),
-                before,
-                now,
-                one.unit.clone(),
-                ratio,
-                verdict,
-            ]
+            [one.name.clone(), conditions(&one.params), before, now, one.unit.clone(), ratio, verdict]
         });
         let compared = table(["NAME", "PARAMS", "BEFORE", "NOW", "UNIT", "RATIO", ""], rows);
-        said = format!("{said}\n\n{compared}");
+        page = format!("{page}\n\n{compared}");
     }
-    said
+    page
 }
 
 #[cfg(test)]

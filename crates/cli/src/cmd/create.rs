@@ -1,6 +1,6 @@
 //! `keiki create`.
 
-use super::verb::make_or_undo;
+use super::undo::make_or_undo;
 use crate::{
     context::Context,
     exit::{ExitCode, Failure, Outcome},
@@ -11,45 +11,42 @@ use keiki_client::{
     api::{CreateSandbox, Sandbox, Timings, secrets::Secret},
 };
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Template to start from [default: base]
     #[arg(value_name = "TEMPLATE")]
     pub template: Option<String>,
-    /// How it lives.
     #[command(flatten)]
     pub life: Life,
-    /// vCPUs; must be what the template was built with
+    /// vCPUs; must match the template
     #[arg(long)]
     pub cpu: Option<u64>,
-    /// RAM in MiB; must be what the template was built with
+    /// RAM in MiB; must match the template
     #[arg(long, value_name = "MIB")]
     pub memory: Option<u64>,
-    /// Wanted root disk in MiB; must be the template's
+    /// Root disk in MiB; must match the template
     #[arg(long, value_name = "MIB")]
     pub disk: Option<u64>,
 }
 
-/// How a new sandbox lives; `run` and `restore` have these too.
+/// Options of every command that creates a sandbox.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Life {
-    /// Idle time until it is removed, e.g. 30m [default: 1h]
+    /// Delete it after this long without activity, e.g. 30m [default: 1h]
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl)]
     pub ttl: Option<i64>,
-    /// Hibernate instead of remove when the TTL runs out
+    /// Hibernate it instead when the TTL expires
     #[arg(long)]
     pub persistent: bool,
-    /// Label it
+    /// Label the sandbox; repeat for more
     #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse_pair)]
     pub metadata: Vec<(String, String)>,
-    /// Give it a secret: the value of the environment variable NAME, or of a file. It is `/run/keiki/secrets/NAME`
+    /// Pass a secret, from environment variable NAME or a file, as /run/keiki/secrets/NAME
     #[arg(long = "secret", value_name = "NAME[=@FILE]", value_parser = parse_secret)]
     pub secrets: Vec<(String, Secret)>,
 }
 
 impl Life {
-    /// As the API wants it.
     pub fn request(&self) -> CreateSandbox {
         CreateSandbox {
             metadata: (!self.metadata.is_empty()).then(|| self.metadata.iter().cloned().collect()),
@@ -61,7 +58,6 @@ impl Life {
     }
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let request = CreateSandbox {
         template: args.template,
@@ -74,7 +70,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     shown(&context, &sandbox)
 }
 
-/// Prints a new sandbox's id, and says on stderr how long it took.
+/// Prints the id of a new sandbox, and on stderr how long it took.
 pub fn shown(context: &Context, sandbox: &Sandbox) -> Outcome {
     context.out.show(sandbox, || sandbox.id.to_string())?;
     if !context.out.is_json() {
@@ -84,7 +80,7 @@ pub fn shown(context: &Context, sandbox: &Sandbox) -> Outcome {
     Ok(ExitCode::Success as i32)
 }
 
-/// ` (vCPU pause 1.0 ms, thaw 2.0 ms)`, of the parts that were measured.
+/// ` (vCPU pause 1.0 ms, thaw 2.0 ms)`, with the parts that were measured.
 pub fn took(timings: &Timings) -> String {
     let parts = [
         ("vCPU pause", timings.vcpu_pause_ms),
@@ -97,7 +93,7 @@ pub fn took(timings: &Timings) -> String {
     if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) }
 }
 
-/// Makes a sandbox. If a signal comes meanwhile, what was made after all is removed.
+/// Creates a sandbox. If a signal arrives meanwhile, the sandbox is deleted.
 pub async fn create(client: &Client, request: CreateSandbox) -> Result<Sandbox, Failure> {
     let maker = client.clone();
     let making = async move { maker.create(&request).await };

@@ -8,10 +8,9 @@ use crate::{
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Data directory the node has or will have
+    /// Data directory of the node
     #[arg(long, value_name = "DIR", default_value = "/var/lib/keiki")]
     pub data_dir: PathBuf,
 }
@@ -22,7 +21,6 @@ struct Report<'a> {
     checks: &'a [Check],
 }
 
-/// Runs the command.
 pub async fn run(out: Printer, args: Args) -> Outcome {
     let checks = all(&args.data_dir);
     let ok = checks.iter().all(|check| check.ok != Verdict::Fail);
@@ -44,11 +42,14 @@ fn text(checks: &[Check]) -> String {
             lines.push(format!("      {:<width$}  -> {}", "", check.remedy));
         }
     }
+    let s = |count| if count == 1 { "" } else { "s" };
     let count = |verdict| checks.iter().filter(|check| check.ok == verdict).count();
     lines.push(match (count(Verdict::Fail), count(Verdict::Warn)) {
-        (0, 0) => "This machine can run keiki.".into(),
-        (0, warnings) => format!("This machine can run keiki; {warnings} to look at."),
-        (failures, _) => format!("This machine cannot run keiki yet: {failures} to mend."),
+        (0, 0) => "This machine can run Keiki.".into(),
+        (0, warnings) => format!("This machine can run Keiki, with {warnings} warning{}.", s(warnings)),
+        (failures, _) => {
+            format!("This machine cannot run Keiki yet: {failures} problem{} to fix.", s(failures))
+        }
     });
     lines.join("\n")
 }
@@ -59,11 +60,11 @@ mod tests {
     use crate::doctor::Check;
 
     #[test]
-    fn every_remedy_is_told() {
+    fn every_remedy_is_printed() {
         let checks =
             [Check::ok("a", "fine"), Check::warn("long name", "hm", "do x"), Check::fail("c", "no", "do y")];
         let text = text(&checks);
         assert!(text.contains("-> do x") && text.contains("-> do y"));
-        assert!(text.ends_with("cannot run keiki yet: 1 to mend."));
+        assert!(text.ends_with("cannot run Keiki yet: 1 problem to fix."));
     }
 }

@@ -11,34 +11,31 @@ use crate::{
 use futures::StreamExt;
 use keiki_client::api::Event;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox; without it, all
+    /// Sandbox id [default: all sandboxes]
     #[arg(value_name = "SANDBOX")]
     pub sandbox: Option<String>,
-    /// Go on with what comes
+    /// Follow new events
     #[arg(short, long)]
     pub follow: bool,
     /// Only events after this number
     #[arg(long, value_name = "NUMBER")]
     pub since: Option<u64>,
-    /// At most so many of the past
+    /// Show at most this many past events
     #[arg(short = 'n', long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub last: u16,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
-    // A whole id may be of a sandbox that is gone.
+    // A whole id may name a deleted sandbox.
     let of = match &args.sandbox {
         Some(text) => Some(context.sandbox_id(text).await?),
         None => None,
     };
     let past = context.client.events(of, args.since, Some(args.last.into())).await?;
     if !args.follow {
-        context.out.show(&past, || past.iter().map(line).collect::<Vec<_>>().join("\n"))?;
-        return Ok(ExitCode::Success as i32);
+        return context.out.result(&past, || past.iter().map(line).collect::<Vec<_>>().join("\n"));
     }
     unless_interrupted(async {
         for event in &past {
@@ -55,7 +52,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     Ok(ExitCode::Success as i32)
 }
 
-/// One line; of JSON, where JSON was asked for.
+/// Prints one line, of text or JSON.
 fn show(out: Printer, event: &Event) -> Result<(), Failure> {
     if out.is_json() {
         let text = serde_json::to_string(event).map_err(|error| Failure::Output(error.into()))?;
@@ -79,7 +76,7 @@ fn line(event: &Event) -> String {
         more.push(event.children.iter().map(short).collect::<Vec<_>>().join(" "));
     }
     if let Some(reason) = &event.reason {
-        // A guest's words are in it.
+        // It may quote the guest.
         more.push(text::plain(reason));
     }
     let line = format!(

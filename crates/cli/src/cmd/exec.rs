@@ -2,7 +2,7 @@
 
 use crate::{
     context::Context,
-    exit::{ExitCode, Failure, Outcome, io_error},
+    exit::{Failure, Outcome, io_error},
     printer::{Output, Target},
     signals::unless_interrupted,
     text::{parse_duration, parse_env},
@@ -15,25 +15,23 @@ use keiki_client::{
 };
 use std::{io::Read, time::Duration};
 
-/// Standard input travels within the request; more than this belongs into a file (`keiki cp`).
+/// Standard input is part of the request; more than this belongs in a file (`keiki cp`).
 const MAX_STDIN: u64 = 16 << 20;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// How it runs.
     #[command(flatten)]
     pub options: Options,
-    /// Start it and leave it running: print its id, for `keiki attach`, `keiki ps` and `keiki kill`
+    /// Run in the background and print the command id, for `keiki attach`, `ps` and `kill`
     #[arg(short, long)]
     pub detach: bool,
-    /// With --detach: keep its standard input open, for `keiki attach --stdin`
+    /// With --detach: keep standard input open, for `keiki attach --stdin`
     #[arg(long, requires = "detach")]
     pub stdin_open: bool,
-    /// A shell line, instead of COMMAND
+    /// Run a shell command line instead of COMMAND
     #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
     pub shell: Option<String>,
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Program and arguments
@@ -46,28 +44,28 @@ pub struct Args {
     pub command: Vec<String>,
 }
 
-/// How a command runs; `run` has these too.
+/// Options of every command that runs one in a sandbox.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Options {
-    /// Add to its environment; without a value: the value it has here
+    /// Set an environment variable; without VALUE, take it from here
     #[arg(short, long, value_name = "KEY[=VALUE]", value_parser = parse_env)]
     pub env: Vec<(String, String)>,
-    /// Kill it and everything it started after this time, e.g. 30s; keiki then exits with 124
+    /// Kill the command and its children after this long, e.g. 30s, and exit with 124
     #[arg(short, long, value_name = "DURATION", value_parser = parse_duration)]
     pub timeout: Option<Duration>,
-    /// Its working directory [default: the user's home]
+    /// Working directory [default: the user's home]
     #[arg(short = 'w', long, value_name = "DIR")]
     pub cwd: Option<String>,
-    /// Who runs it: a name or uid[:gid] [default: root]
+    /// User to run as: a name or uid[:gid] [default: root]
     #[arg(short, long)]
     pub user: Option<String>,
-    /// Give it this program's standard input, read to its end first
+    /// Pass standard input to the command, after reading all of it
     #[arg(short = 'i', long)]
     pub stdin: bool,
 }
 
 impl Options {
-    /// As the API wants it; reads standard input if told to.
+    /// The request, with standard input if it is to be passed.
     pub async fn request(&self, shell: Option<String>, command: Vec<String>) -> Result<ExecRequest, Failure> {
         let mut request = ExecRequest {
             argv: shell.is_none().then_some(command),
@@ -96,34 +94,35 @@ async fn read_stdin() -> Result<Vec<u8>, Failure> {
         let mut bytes = Vec::new();
         std::io::stdin().lock().take(MAX_STDIN + 1).read_to_end(&mut bytes).map(|_| bytes)
     };
-    let ended = |_| Failure::Wrong("reading standard input ended early".into());
+    let ended = |_| Failure::Wrong("reading standard input died".into());
     let bytes = unless_interrupted(async {
-        tokio::task::spawn_blocking(read).await.map_err(ended)?.map_err(io_error("reading standard input"))
+        tokio::task::spawn_blocking(read)
+            .await
+            .map_err(ended)?
+            .map_err(io_error("cannot read standard input"))
     })
     .await?;
     if bytes.len() as u64 > MAX_STDIN {
         let limit = MAX_STDIN >> 20;
         return Err(Failure::Usage(format!(
-            "standard input is over {limit} MiB: copy it with `keiki cp` first"
+            "standard input is larger than {limit} MiB: copy it with `keiki cp` first"
         )));
     }
     Ok(bytes)
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let request = args.options.request(args.shell, args.command).await?;
     if args.detach {
         let request = StartExec { command: request, stdin_open: args.stdin_open, pty: None };
         let exec = unless_interrupted(async { Ok(context.client.start_exec(id, &request).await?) }).await?;
-        context.out.show(&exec, || exec.id.clone())?;
-        return Ok(ExitCode::Success as i32);
+        return context.out.result(&exec, || exec.id.clone());
     }
     carry_out(&context, id, &request).await
 }
 
-/// Runs a command to its end: streamed, or as one JSON answer. Its exit code is the result.
+/// Runs a command to its end, streamed or as one JSON result. Returns its exit code.
 pub async fn carry_out(context: &Context, id: SandboxId, request: &ExecRequest) -> Outcome {
     if context.out.is_json() {
         let result = unless_interrupted(async { Ok(context.client.exec(id, request).await?) }).await?;
@@ -133,12 +132,12 @@ pub async fn carry_out(context: &Context, id: SandboxId, request: &ExecRequest) 
     streamed(&context.client, id, request).await
 }
 
-/// Dropping the stream, which a signal does, kills the command in the sandbox.
+/// A signal drops the stream, which kills the command in the sandbox.
 async fn streamed(client: &Client, id: SandboxId, request: &ExecRequest) -> Outcome {
     show(unless_interrupted(async { Ok(client.exec_stream(id, request).await?) }).await?).await
 }
 
-/// Shows what a command sends. Its exit code is the result.
+/// Shows the output of a command. Returns its exit code.
 pub async fn show(mut events: ExecStream) -> Outcome {
     let output = Output::start()?;
     let carried = unless_interrupted(async {
@@ -156,7 +155,7 @@ pub async fn show(mut events: ExecStream) -> Outcome {
     })
     .await;
     if let Err(Failure::Signal(_)) = carried {
-        // Whoever should read the rest may stand still; the person has asked to end.
+        // The reader may have stalled, and the user asked to stop.
         return carried.map(|_| 0);
     }
     output.finish().await?;

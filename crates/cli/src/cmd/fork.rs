@@ -1,6 +1,6 @@
 //! `keiki fork`.
 
-use super::{create::took, verb::make_or_undo};
+use super::{create::took, undo::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
@@ -11,27 +11,25 @@ use keiki_client::{
     api::{ForkSandbox, Forked, secrets::Secret},
 };
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// How many children, of one and the same instant
+    /// Number of children, all forked at the same instant
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=64))]
     pub count: i64,
-    /// Idle time until a child is removed [default: the parent's]
+    /// Delete a child after this long without activity [default: the parent's TTL]
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl)]
     pub ttl: Option<i64>,
-    /// Label the children [default: the parent's labels]
+    /// Label the children; repeat for more [default: the parent's labels]
     #[arg(short, long, value_name = "KEY=VALUE", value_parser = parse_pair)]
     pub metadata: Vec<(String, String)>,
-    /// Give the children a secret: the value of the environment variable NAME, or of a file
+    /// Pass a secret to the children, from environment variable NAME or a file
     #[arg(long = "secret", value_name = "NAME[=@FILE]", value_parser = parse_secret)]
     pub secrets: Vec<(String, Secret)>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let request = ForkSandbox {

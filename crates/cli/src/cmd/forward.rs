@@ -18,23 +18,21 @@ use tokio::{
     net::{TcpListener, TcpStream},
 };
 
-/// Bytes read from a local program at once.
+/// Bytes per read from a local program.
 const PIECE: usize = 32 << 10;
-/// After a failure to accept (no descriptors left, say).
+/// Wait after a failure to accept, e.g. for lack of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// [[ADDRESS:]LOCAL:]REMOTE: connections to port LOCAL here (0: any free one) go to port REMOTE in the sandbox
+    /// [[ADDRESS:]LOCAL:]REMOTE: forward local port LOCAL (0 picks one) to port REMOTE in the sandbox
     #[arg(value_name = "LOCAL:REMOTE", required = true, value_parser = parse_ports)]
     pub ports: Vec<Ports>,
 }
 
-/// Where connections come from and go to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ports {
     local: SocketAddr,
@@ -42,12 +40,12 @@ pub struct Ports {
 }
 
 fn parse_ports(text: &str) -> Result<Ports, String> {
-    let wrong = || format!("{text:?} is not LOCAL:REMOTE, such as 8080:80 or 0.0.0.0:8080:80");
+    let wrong = || format!("{text:?} is not LOCAL:REMOTE: use 8080:80 or 0.0.0.0:8080:80");
     let port = |text: &str| text.parse::<u16>().map_err(|_| wrong());
     let (rest, remote) = text.rsplit_once(':').unwrap_or((text, text));
     let remote = port(remote)?;
     if remote == 0 {
-        return Err("port 0 in a sandbox means nothing: name the port that something listens on".into());
+        return Err("port 0 in a sandbox is not valid: name a listening port".into());
     }
     let (address, local) = match rest.rsplit_once(':') {
         None => (IpAddr::V4(Ipv4Addr::LOCALHOST), port(rest)?),
@@ -59,22 +57,21 @@ fn parse_ports(text: &str) -> Result<Ports, String> {
     Ok(Ports { local: SocketAddr::new(address, local), remote })
 }
 
-/// As printed once it listens.
 #[derive(Serialize)]
 struct Forwarded {
     local: SocketAddr,
     remote: u16,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
-    // A wrong id is told at once, not at the first connection.
+    // Report a wrong id now, not at the first connection.
     context.client.sandbox(id).await?;
     let mut listening = Vec::new();
     for Ports { local, remote } in args.ports {
-        let listener = TcpListener::bind(local).await.map_err(io_error(format!("listening on {local}")))?;
-        let local = listener.local_addr().map_err(io_error(format!("listening on {local}")))?;
+        let listener =
+            TcpListener::bind(local).await.map_err(io_error(format!("cannot listen on {local}")))?;
+        let local = listener.local_addr().map_err(io_error(format!("cannot listen on {local}")))?;
         listening.push((listener, Forwarded { local, remote }));
     }
     let forwarded: Vec<&Forwarded> = listening.iter().map(|(_, forwarded)| forwarded).collect();
@@ -86,7 +83,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         tokio::spawn(accept(listener, context.client.clone(), context.out, id, remote));
     }
     match interrupted().await {
-        // The way this ends when all is well.
+        // The normal way to end.
         2 | 15 => Ok(ExitCode::Success as i32),
         signal => Err(Failure::Signal(signal)),
     }
@@ -104,7 +101,7 @@ async fn accept(listener: TcpListener, client: Client, out: Printer, id: Sandbox
                 });
             }
             Err(error) => {
-                out.note(&format!("keiki: a connection could not be accepted: {error}"));
+                out.note(&format!("keiki: cannot accept a connection: {error}"));
                 tokio::time::sleep(PAUSE).await;
             }
         }
@@ -118,11 +115,11 @@ async fn connection(
     remote: u16,
     mut local: TcpStream,
 ) -> Result<(), Failure> {
-    // A program that types expects each key to arrive.
+    // Interactive programs want every key to arrive at once.
     let _ = local.set_nodelay(true);
     let carried = carry(client, id, remote, &mut local).await;
     if carried.is_err() {
-        // What ended in the middle must not look like an orderly end.
+        // A broken connection must not look like an orderly end: reset it.
         let _ = rustix::net::sockopt::set_socket_linger(&local, Some(Duration::ZERO));
     }
     carried
@@ -134,7 +131,7 @@ async fn carry(client: &Client, id: SandboxId, remote: u16, local: &mut TcpStrea
     let inward = async {
         loop {
             let mut data = Vec::with_capacity(PIECE);
-            if from.read_buf(&mut data).await.map_err(io_error("reading"))? == 0 {
+            if from.read_buf(&mut data).await.map_err(io_error("cannot read"))? == 0 {
                 input.finish().await?;
                 return Ok::<(), Failure>(());
             }
@@ -143,9 +140,9 @@ async fn carry(client: &Client, id: SandboxId, remote: u16, local: &mut TcpStrea
     };
     let outward = async {
         while let Some(bytes) = output.next().await? {
-            to.write_all(&bytes).await.map_err(io_error("writing"))?;
+            to.write_all(&bytes).await.map_err(io_error("cannot write"))?;
         }
-        to.shutdown().await.map_err(io_error("writing"))?;
+        to.shutdown().await.map_err(io_error("cannot write"))?;
         output.closed().await;
         Ok(())
     };

@@ -2,20 +2,18 @@
 
 use crate::{
     context::Context,
-    exit::{ExitCode, Failure, Outcome},
+    exit::{Failure, Outcome},
     printer::table,
 };
 use serde_json::Value;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox or snapshot
+    /// Sandbox or snapshot id
     #[arg(value_name = "ID")]
     pub id: String,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let value = match sandbox(&context, &args.id).await {
         Ok(value) => value,
@@ -24,12 +22,11 @@ pub async fn run(context: Context, args: Args) -> Outcome {
             Err(_) => return Err(no_sandbox),
         },
     };
-    context.out.show(&value, || {
+    context.out.result(&value, || {
         let mut rows = Vec::new();
         flatten("", &value, &mut rows);
         table(["FIELD", "VALUE"], rows)
-    })?;
-    Ok(ExitCode::Success as i32)
+    })
 }
 
 async fn sandbox(context: &Context, text: &str) -> Result<Value, Failure> {
@@ -38,17 +35,15 @@ async fn sandbox(context: &Context, text: &str) -> Result<Value, Failure> {
 }
 
 async fn snapshot(context: &Context, text: &str) -> Result<Value, Failure> {
-    match context.snapshot_ids(&[text.to_owned()]).await?.first() {
-        Some(id) => to_value(&context.client.get_snapshot(*id).await?),
-        None => Err(Failure::Usage("an id is missing".into())),
-    }
+    let id = context.snapshot_id(text).await?;
+    to_value(&context.client.get_snapshot(id).await?)
 }
 
 fn to_value(thing: &impl serde::Serialize) -> Result<Value, Failure> {
     serde_json::to_value(thing).map_err(|error| Failure::Output(error.into()))
 }
 
-/// `memory.pss_bytes  123`: one row for each leaf. Steps become `timings.steps.freeze  1.5`.
+/// One row per leaf: `memory.pss_bytes  123`. Steps become `timings.steps.freeze  1.50 ms`.
 fn flatten(prefix: &str, value: &Value, rows: &mut Vec<[String; 2]>) {
     let below = |key: &str| if prefix.is_empty() { key.to_owned() } else { format!("{prefix}.{key}") };
     match value {

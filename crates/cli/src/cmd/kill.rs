@@ -6,21 +6,19 @@ use crate::{
 };
 use keiki_client::api::execs::Signal;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Which signal, by name or number
+    /// Signal name or number
     #[arg(short, long, value_name = "SIGNAL", default_value = "TERM")]
     pub signal: String,
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Commands, as `keiki ps` lists them
+    /// Command ids, from `keiki ps`
     #[arg(value_name = "EXEC", required = true)]
     pub execs: Vec<String>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let signal = match args.signal.parse() {

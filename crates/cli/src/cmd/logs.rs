@@ -10,24 +10,22 @@ use bytes::Bytes;
 use futures::StreamExt;
 use keiki_client::LogStream;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Go on with what comes
+    /// Follow new output
     #[arg(short, long)]
     pub follow: bool,
-    /// Which part
+    /// Stream to show
     #[arg(long, value_enum, default_value_t)]
     pub stream: Stream,
 }
 
-/// Which part of the log.
 #[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
 pub enum Stream {
-    /// Everything
+    /// Both streams
     #[default]
     Both,
     /// Standard output
@@ -36,7 +34,6 @@ pub enum Stream {
     Stderr,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let stream = match args.stream {
@@ -73,7 +70,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     Ok(ExitCode::Success as i32)
 }
 
-/// A line of text, or of JSON lines.
+/// One line, of text or JSON.
 fn line_bytes(line: &str, json: bool) -> Bytes {
     let text = if json { serde_json::json!({ "line": line }).to_string() } else { line.to_owned() };
     format!("{text}\n").into()

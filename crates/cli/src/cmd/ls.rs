@@ -1,30 +1,22 @@
 //! `keiki ls`.
 
-use crate::{
-    context::Context,
-    exit::{ExitCode, Outcome},
-    ids::short,
-    printer::table,
-    text,
-};
+use crate::{context::Context, exit::Outcome, ids::short, printer::table, text};
 use keiki_client::{Status, api::Sandbox};
 use time::OffsetDateTime;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Print whole ids only
+    /// Print only whole ids
     #[arg(short, long)]
     pub quiet: bool,
-    /// Print whole ids in the table
+    /// Show whole ids
     #[arg(long)]
     pub full: bool,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let sandboxes = context.client.list(!args.quiet).await?;
-    context.out.show(&sandboxes, || {
+    context.out.result(&sandboxes, || {
         if args.quiet {
             let ids: Vec<String> = sandboxes.iter().map(|sandbox| sandbox.id.to_string()).collect();
             return ids.join("\n");
@@ -32,8 +24,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         let now = OffsetDateTime::now_utc();
         let headings = ["ID", "TEMPLATE", "STATUS", "AGE", "TTL LEFT", "PRIVATE", "PARENT"];
         table(headings, sandboxes.iter().map(|sandbox| row(sandbox, now, args.full)))
-    })?;
-    Ok(ExitCode::Success as i32)
+    })
 }
 
 fn row(sandbox: &Sandbox, now: OffsetDateTime, full: bool) -> [String; 7] {

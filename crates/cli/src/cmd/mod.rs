@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! The commands, one file each; `state` holds the four that only change a sandbox's state.
 
 pub mod attach;
 pub mod bench;
@@ -11,28 +11,25 @@ pub mod events;
 pub mod exec;
 pub mod fork;
 pub mod forward;
-pub mod hibernate;
 pub mod inspect;
 pub mod kill;
 pub mod logs;
 pub mod ls;
 pub mod node;
-pub mod pause;
 pub mod ports;
 pub mod ps;
 pub mod restore;
-pub mod resume;
 pub mod rm;
 pub mod run;
 pub mod shell;
 pub mod snapshot;
 pub mod snapshots;
+pub mod state;
 pub mod template;
 pub mod top;
 pub mod tree;
 pub mod ttl;
+mod undo;
 pub mod url;
-mod verb;
 pub mod version;
-pub mod wake;
 pub mod watch;

@@ -16,22 +16,24 @@ use std::{
 use tokio::net::TcpListener;
 use tracing_subscriber::EnvFilter;
 
-/// Arguments.
 pub type Args = NodeArgs;
 
-/// Runs the command. The first line on stdout says where it listens; logs go to stderr.
+/// Prints its address on stdout once it listens; logs go to stderr.
 pub async fn run(out: Printer, args: Args) -> Outcome {
-    let Resolved { node: config, log_format, port_file } = args.resolve()?;
+    let Resolved { node: config, log_format, port_file, warnings } = args.resolve()?;
     start_log(log_format)?;
-    // A freeze reads all that a guest wrote, an answer holds what a command printed: megabytes, for a moment.
-    keiki_sys::heap::return_large_buffers().map_err(io_error("preparing the heap"))?;
-    // Bound before anything is touched: a second node on the same port fails at once.
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    // Freezes and exec results hold megabytes for a moment.
+    keiki_sys::heap::return_large_buffers().map_err(io_error("cannot set up the heap"))?;
+    // Bind before touching anything: a second node on the same port fails at once.
     let listener = TcpListener::bind(&config.listen)
         .await
-        .map_err(io_error(format!("listening on {}", config.listen)))?;
-    let address = listener.local_addr().map_err(io_error("asking for the own address"))?;
+        .map_err(io_error(format!("cannot listen on {}", config.listen)))?;
+    let address = listener.local_addr().map_err(io_error("cannot read the listening address"))?;
     if config.api_keys.is_empty() && !address.ip().is_loopback() {
-        tracing::warn!(%address, "no API key is configured and the address is not loopback: requests will get 401");
+        tracing::warn!(%address, "no API key configured and the address is not loopback: requests will get 401");
     }
     let ephemeral = config.ephemeral;
     let node = Node::start(config).await.map_err(Failure::Daemon)?;
@@ -44,8 +46,8 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
     if let Some(path) = &port_file {
         let _ = std::fs::remove_file(path);
     }
-    served.map_err(io_error("serving"))?;
-    tracing::info!("stopped{}", if ephemeral { "" } else { "; running sandboxes go on" });
+    served.map_err(io_error("cannot serve"))?;
+    tracing::info!("stopped{}", if ephemeral { "" } else { "; sandboxes keep running" });
     Ok(ExitCode::Success as i32)
 }
 
@@ -54,7 +56,7 @@ async fn shutdown() {
     tracing::info!(signal, "stopping");
 }
 
-/// Whole under its name, or not there: whoever waits for it reads a number.
+/// Writes the file atomically: a process that waits for it reads a whole number.
 fn write_port(path: &Path, port: u16) -> Result<(), Failure> {
     let failed = || io_error(path.display().to_string());
     let mut name = path.as_os_str().to_owned();
@@ -77,5 +79,5 @@ fn start_log(format: LogFormat) -> Result<(), Failure> {
         LogFormat::Text => log.try_init(),
         LogFormat::Json => log.json().try_init(),
     };
-    started.map_err(|error| Failure::Wrong(format!("the log could not be started: {error}")))
+    started.map_err(|error| Failure::Wrong(format!("cannot start the log: {error}")))
 }

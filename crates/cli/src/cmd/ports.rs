@@ -1,25 +1,18 @@
 //! `keiki ports`.
 
-use crate::{
-    context::Context,
-    exit::{ExitCode, Outcome},
-    printer::table,
-    text,
-};
+use crate::{context::Context, exit::Outcome, printer::table, text};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let ports = context.client.ports(id).await?;
-    context.out.show(&ports, || {
+    context.out.result(&ports, || {
         let rows = ports.iter().map(|port| {
             let dash = || "-".to_owned();
             [
@@ -30,6 +23,5 @@ pub async fn run(context: Context, args: Args) -> Outcome {
             ]
         });
         table(["PORT", "ADDRESS", "PROCESS", "PID"], rows)
-    })?;
-    Ok(ExitCode::Success as i32)
+    })
 }

@@ -1,49 +1,40 @@
 //! `keiki ps`.
 
-use crate::{
-    context::Context,
-    exit::{ExitCode, Outcome},
-    ids::short,
-    printer::table,
-    text,
-};
+use crate::{context::Context, exit::Outcome, ids::short, printer::table, text};
 use keiki_client::api::execs::Exec;
 use time::OffsetDateTime;
 
-/// Characters of a command line in the table.
+/// Longest command line in the table, in characters.
 const SHOWN: usize = 60;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Ids only
+    /// Print only whole ids
     #[arg(short, long)]
     pub quiet: bool,
-    /// Those that have ended, too
+    /// Include commands that have exited
     #[arg(short, long)]
     pub all: bool,
-    /// Whole ids
+    /// Show whole ids
     #[arg(long)]
     pub full: bool,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let mut execs = context.client.execs(id).await?;
     execs.retain(|exec| args.all || exec.exit_code.is_none());
-    context.out.show(&execs, || {
+    context.out.result(&execs, || {
         if args.quiet {
             return execs.iter().map(|exec| exec.id.clone()).collect::<Vec<_>>().join("\n");
         }
         let now = OffsetDateTime::now_utc();
         let headings = ["ID", "STATUS", "AGE", "TERMINAL", "ATTACHED", "OUTPUT", "COMMAND"];
         table(headings, execs.iter().map(|exec| row(exec, now, args.full)))
-    })?;
-    Ok(ExitCode::Success as i32)
+    })
 }
 
 fn row(exec: &Exec, now: OffsetDateTime, full: bool) -> [String; 7] {
@@ -63,12 +54,11 @@ fn row(exec: &Exec, now: OffsetDateTime, full: bool) -> [String; 7] {
     ]
 }
 
-/// A command line on one line, of characters that leave a terminal alone.
+/// A command line, shortened, without characters that control a terminal.
 fn line(argv: &[String]) -> String {
-    let words = argv.join(" ");
-    let plain = words.chars().map(|c| if c.is_control() { ' ' } else { c });
-    let mut shown: String = plain.clone().take(SHOWN).collect();
-    if plain.count() > SHOWN {
+    let plain = text::plain(&argv.join(" "));
+    let mut shown: String = plain.chars().take(SHOWN).collect();
+    if plain.chars().count() > SHOWN {
         shown.push('…');
     }
     shown

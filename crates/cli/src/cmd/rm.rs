@@ -5,44 +5,38 @@ use crate::{
     exit::{ExitCode, Failure, Outcome},
     progress::Progress,
 };
+use keiki_client::{Client, Result};
 use serde::Serialize;
 use std::fmt::Display;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandboxes
+    /// Sandbox ids
     #[arg(value_name = "SANDBOX", required = true)]
     pub sandboxes: Vec<String>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let ids = context.sandbox_ids(&args.sandboxes).await?;
-    let client = context.client.clone();
-    remove_all(&context, &ids, move |id| {
-        let client = client.clone();
-        async move { client.delete(id).await }
-    })
-    .await
+    remove_all(&context, &ids, async |client, id| client.delete(*id).await).await
 }
 
 #[derive(Serialize)]
-struct Removed<'a> {
-    removed: &'a [String],
-    failed: &'a [String],
+struct Removed {
+    removed: Vec<String>,
+    failed: Vec<String>,
 }
 
-/// Removes each; one that cannot be removed does not save the others, but is told in the end.
-pub async fn remove_all<T, F>(context: &Context, ids: &[T], remove: impl Fn(T) -> F) -> Outcome
-where
-    T: Clone + Display,
-    F: Future<Output = keiki_client::Result<()>>,
-{
+/// Deletes each of `ids`. A failure does not stop the others; the exit code reports it.
+pub async fn remove_all<T: Display>(
+    context: &Context,
+    ids: &[T],
+    remove: impl AsyncFn(&Client, &T) -> Result<()>,
+) -> Outcome {
     let (mut removed, mut failed) = (Vec::new(), Vec::new());
     for id in ids {
-        let progress = Progress::start(format!("removing {id}"));
-        let outcome = remove(id.clone()).await;
+        let progress = Progress::start(format!("deleting {id}"));
+        let outcome = remove(&context.client, id).await;
         drop(progress);
         match outcome {
             Ok(()) => {
@@ -57,8 +51,9 @@ where
             }
         }
     }
+    let code = if failed.is_empty() { ExitCode::Success } else { ExitCode::Failed };
     if context.out.is_json() {
-        context.out.json(&Removed { removed: &removed, failed: &failed })?;
+        context.out.json(&Removed { removed, failed })?;
     }
-    Ok(if failed.is_empty() { ExitCode::Success } else { ExitCode::Failed } as i32)
+    Ok(code as i32)
 }

@@ -7,25 +7,22 @@ use crate::{
 };
 use keiki_client::api::CreateSandbox;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// How the command runs.
     #[command(flatten)]
     pub options: exec::Options,
-    /// How the sandbox lives.
     #[command(flatten)]
     pub life: create::Life,
-    /// Leave the sandbox there afterwards; its id goes to stderr
+    /// Keep the sandbox afterwards and print its id to stderr
     #[arg(long)]
     pub keep: bool,
-    /// Start from this snapshot, instead of TEMPLATE
+    /// Start from a snapshot instead of a template
     #[arg(long, value_name = "SNAPSHOT")]
     pub snapshot: Option<String>,
-    /// A shell line, instead of COMMAND
+    /// Run a shell command line instead of COMMAND
     #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
     pub shell: Option<String>,
-    /// Template to start from
+    /// Template to start from [default: base]
     #[arg(long, value_name = "TEMPLATE", conflicts_with = "snapshot")]
     pub template: Option<String>,
     /// Program and arguments
@@ -38,13 +35,10 @@ pub struct Args {
     pub command: Vec<String>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let request = args.options.request(args.shell, args.command).await?;
     let snapshot = match &args.snapshot {
-        Some(text) => {
-            context.snapshot_ids(std::slice::from_ref(text)).await?.first().map(ToString::to_string)
-        }
+        Some(text) => Some(context.snapshot_id(text).await?.to_string()),
         None => None,
     };
     let wanted = CreateSandbox { template: args.template, from_snapshot: snapshot, ..args.life.request() };
@@ -56,11 +50,11 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
     match (context.client.delete(sandbox.id).await, outcome) {
         (Ok(()), outcome) => outcome,
-        // It ended by itself: gone is what was wanted.
+        // Already gone.
         (Err(error), outcome) if error.is_not_found() => outcome,
         (Err(error), Ok(_)) => Err(Failure::Node(error)),
         (Err(error), outcome) => {
-            context.out.note(&format!("keiki: sandbox {} could not be removed: {error}", sandbox.id));
+            context.out.note(&format!("keiki: cannot delete sandbox {}: {error}", sandbox.id));
             outcome
         }
     }

@@ -1,10 +1,10 @@
 //! `keiki shell`.
 //!
-//! The local terminal becomes a mere carrier: raw, every key goes to the sandbox, every byte from there to the
-//! screen. It is put back as it was however this ends: the guard does it on every way out, signals included.
+//! The local terminal is in raw mode: every key goes to the sandbox, every byte from there to the screen. A guard
+//! restores it on every way out, signals included.
 //!
-//! The remote command outlives a lost connection. It ends with the local terminal, as under `ssh`, unless it was left
-//! with the detach keys or had been come back to.
+//! The remote command survives a lost connection. As under `ssh`, it ends with the local terminal, unless the user
+//! detached from it or attached to it.
 
 use crate::{
     context::Context,
@@ -19,35 +19,33 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 use std::io::{self, IsTerminal};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Working directory [default: the user's home]
     #[arg(short = 'w', long, value_name = "DIR")]
     pub cwd: Option<String>,
-    /// Who: a name or uid[:gid] [default: root]
+    /// User to run as: a name or uid[:gid] [default: root]
     #[arg(short, long)]
     pub user: Option<String>,
-    /// Come back to a terminal that was left: the latest, or --attach=EXEC as `keiki ps` lists it
+    /// Reattach to the latest terminal, or to --attach=EXEC (see `keiki ps`)
     #[arg(long, value_name = "EXEC", num_args = 0..=1, require_equals = true, default_missing_value = "",
         conflicts_with_all = ["cwd", "user", "line"])]
     pub attach: Option<String>,
-    /// Keys that leave the terminal and let it go on
+    /// Keys that detach from the terminal
     #[arg(long, value_name = "KEYS", default_value = "ctrl-],d", value_parser = parse_keys)]
     pub detach_keys: Keys,
-    /// A shell line to run instead of a login shell
+    /// Shell command line to run instead of a login shell
     #[arg(value_name = "LINE", trailing_var_arg = true, allow_hyphen_values = true)]
     pub line: Vec<String>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
         return Err(Failure::Usage(
-            "`shell` needs a terminal; use `keiki exec` with --stdin for pipes".into(),
+            "`keiki shell` needs a terminal: use `keiki exec --stdin` for pipes".into(),
         ));
     }
     let id = context.sandbox_id(&args.sandbox).await?;
@@ -65,7 +63,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         }
     };
     if stays {
-        // A change, so that what fills the screen draws itself anew.
+        // A change of size makes full-screen programs redraw.
         pty.input.resize(cols, rows.saturating_sub(1).max(1)).await?;
         pty.input.resize(cols, rows).await?;
     }
@@ -74,10 +72,10 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     let outcome = carry(pty, Matcher::new(args.detach_keys), stays).await;
     drop(raw);
     match outcome? {
-        Ended::Exit(code) => Ok(code),
-        Ended::Left => {
+        End::Exit(code) => Ok(code),
+        End::Detached => {
             context.out.note(&format!(
-                "left; come back with: keiki shell --attach={} {}",
+                "detached; reattach with: keiki shell --attach={} {}",
                 short(exec),
                 short(id)
             ));
@@ -86,29 +84,29 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
 }
 
-/// Of the output that was missed, so much is shown.
+/// Bytes of missed output to show.
 const TAIL: u64 = 64 << 10;
 
-/// The command on a terminal that is meant; an empty text means the latest that runs.
+/// The command that `text` names; if empty, the latest one that runs on a terminal.
 async fn terminal(context: &Context, id: SandboxId, text: &str) -> Result<String, Failure> {
     if !text.is_empty() {
         return context.exec_id(id, text).await;
     }
     let execs = context.client.execs(id).await?;
     let latest = execs.into_iter().rev().find(|exec| exec.pty && exec.exit_code.is_none());
-    latest.map(|exec| exec.id).ok_or_else(|| Failure::Usage("no terminal runs in this sandbox".into()))
+    latest.map(|exec| exec.id).ok_or_else(|| Failure::Usage("no terminal is running in this sandbox".into()))
 }
 
-/// How a terminal was ended here.
-enum Ended {
+enum End {
     Exit(i32),
-    Left,
+    Detached,
 }
 
-async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Failure> {
+async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<End, Failure> {
     let mut keys = input::pieces()?;
     let Pty { mut input, output, .. } = pty;
-    let mut resized = signal(SignalKind::window_change()).map_err(io_error("watching the window's size"))?;
+    let mut resized =
+        signal(SignalKind::window_change()).map_err(io_error("cannot watch the window size"))?;
     let shown = show(output);
     let ending = interrupted();
     tokio::pin!(shown, ending);
@@ -117,17 +115,17 @@ async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Fai
             ended = &mut shown => return ended,
             signal = &mut ending => {
                 if !stays {
-                    // As when a terminal goes away: what ignores it goes on.
+                    // As when a terminal closes: a command may ignore it.
                     let _ = input.signal(SIGHUP).await;
                 }
                 return Err(Failure::Signal(signal));
             }
             Some(Ok(bytes)) = keys.recv() => {
-                let (typed, leave) = matcher.feed(&bytes);
+                let (typed, detach) = matcher.feed(&bytes);
                 if !typed.is_empty() {
                     input.send(typed.into()).await?;
                 }
-                if leave {
+                if detach {
                     input.detach().await?;
                 }
             }
@@ -141,7 +139,7 @@ async fn carry(pty: Pty, mut matcher: Matcher, stays: bool) -> Result<Ended, Fai
 
 const SIGHUP: i32 = 1;
 
-/// Keys that leave a terminal.
+/// Keys that detach.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Keys(Vec<u8>);
 
@@ -155,10 +153,10 @@ fn parse_keys(text: &str) -> Result<Keys, String> {
         _ => None,
     };
     let keys: Option<Vec<u8>> = text.split(',').map(key).collect();
-    keys.map(Keys).ok_or_else(|| format!("{text:?} is not a list of keys such as ctrl-],d or ctrl-p,ctrl-q"))
+    keys.map(Keys).ok_or_else(|| format!("{text:?} is not a list of keys: use ctrl-],d or ctrl-p,ctrl-q"))
 }
 
-/// Finds the keys in what is typed, over the edges of what is read at a time.
+/// Finds the keys in typed input, across reads.
 struct Matcher {
     keys: Keys,
     matched: usize,
@@ -169,7 +167,7 @@ impl Matcher {
         Self { keys, matched: 0 }
     }
 
-    /// What to pass on, and whether the keys were typed. What may be their beginning is held back.
+    /// What to pass on, and whether the keys were typed. Holds back a possible beginning of them.
     fn feed(&mut self, bytes: &[u8]) -> (Vec<u8>, bool) {
         let mut typed = Vec::with_capacity(bytes.len() + self.matched);
         for &byte in bytes {
@@ -192,7 +190,7 @@ impl Matcher {
     }
 }
 
-async fn show(mut pty: PtyOutput) -> Result<Ended, Failure> {
+async fn show(mut pty: PtyOutput) -> Result<End, Failure> {
     let screen = Output::start()?;
     let ended = loop {
         match pty.next().await? {
@@ -201,8 +199,8 @@ async fn show(mut pty: PtyOutput) -> Result<Ended, Failure> {
                     break None;
                 }
             }
-            PtyEvent::Exit(code) => break Some(Ended::Exit(code)),
-            PtyEvent::Detached => break Some(Ended::Left),
+            PtyEvent::Exit(code) => break Some(End::Exit(code)),
+            PtyEvent::Detached => break Some(End::Detached),
         }
     };
     screen.finish().await?;
@@ -211,13 +209,13 @@ async fn show(mut pty: PtyOutput) -> Result<Ended, Failure> {
 
 fn window() -> Result<(u32, u32), Failure> {
     let size = tcgetwinsize(io::stdout())
-        .map_err(|error| Failure::Io { what: "asking for the window's size".into(), source: error.into() })?;
-    // A terminal that does not know says 0; the node takes at most 1000.
+        .map_err(|error| Failure::Io { what: "cannot read the window size".into(), source: error.into() })?;
+    // A terminal that does not know its size reports 0; the node takes at most 1000.
     let or = |value: u16, default: u32| if value == 0 { default } else { u32::from(value).min(1000) };
     Ok((or(size.ws_col, 80), or(size.ws_row, 24)))
 }
 
-/// Holds the terminal in raw mode.
+/// Keeps the terminal in raw mode.
 struct RawTerminal {
     before: Termios,
 }
@@ -225,14 +223,14 @@ struct RawTerminal {
 impl RawTerminal {
     fn enter() -> Result<Self, Failure> {
         let failed = |error: rustix::io::Errno| Failure::Io {
-            what: "preparing the terminal".into(),
+            what: "cannot set up the terminal".into(),
             source: error.into(),
         };
         let before = tcgetattr(io::stdin()).map_err(failed)?;
         let mut raw = before.clone();
         raw.make_raw();
         let guard = Self { before };
-        // What was typed already is meant for the sandbox.
+        // Keys already typed are for the sandbox.
         tcsetattr(io::stdin(), OptionalActions::Drain, &raw).map_err(failed)?;
         Ok(guard)
     }

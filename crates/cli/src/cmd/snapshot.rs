@@ -1,6 +1,6 @@
 //! `keiki snapshot`.
 
-use super::{create::took, verb::make_or_undo};
+use super::{create::took, undo::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
@@ -8,15 +8,13 @@ use crate::{
 };
 use keiki_client::{Client, api::Snapshot};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let taker = context.client.clone();

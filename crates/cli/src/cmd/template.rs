@@ -17,56 +17,50 @@ use keiki_client::{
 use std::{collections::VecDeque, time::Duration};
 use time::OffsetDateTime;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// What to do.
     #[command(subcommand)]
     pub action: Action,
 }
 
-/// What to do.
 #[derive(Debug, clap::Subcommand)]
 pub enum Action {
     /// List templates
     Ls,
-    /// Build a template, or join the build that runs, and show its log
+    /// Build a template and show its log; joins a running build
     Build(BuildArgs),
-    /// Bake templates again from the packages that are there, and show the log
+    /// Rebuild templates from the packages already downloaded, and show the log
     Rebake(Names),
-    /// Remove templates; what was made from them goes on
+    /// Delete templates; sandboxes created from them keep running
     Rm(Names),
 }
 
-/// Arguments of build.
 #[derive(Debug, clap::Args)]
 pub struct BuildArgs {
-    /// Template
+    /// Template name
     #[arg(value_name = "NAME")]
     pub name: TemplateName,
-    /// vCPUs [default: the template's own]
+    /// vCPUs [default: the template's]
     #[arg(long)]
     pub cpu: Option<u64>,
-    /// RAM in MiB [default: the template's own]
+    /// RAM in MiB [default: the template's]
     #[arg(long, value_name = "MIB")]
     pub memory: Option<u64>,
-    /// Root disk in MiB [default: the template's own]
+    /// Root disk in MiB [default: the template's]
     #[arg(long, value_name = "MIB")]
     pub disk: Option<u64>,
-    /// Take newer packages, even if nothing else has changed
+    /// Fetch the latest packages and rebuild, even if nothing changed
     #[arg(long)]
     pub force: bool,
 }
 
-/// Templates by their names.
 #[derive(Debug, clap::Args)]
 pub struct Names {
-    /// Templates
+    /// Template names
     #[arg(value_name = "NAME", required = true)]
     pub names: Vec<TemplateName>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     match args.action {
         Action::Ls => list(context).await,
@@ -79,33 +73,25 @@ pub async fn run(context: Context, args: Args) -> Outcome {
                 force: args.force,
                 rebake: false,
             };
-            let build = build(&context, &request).await?;
-            context.out.show(&build, || format!("template {} is ready", build.name))?;
-            Ok(ExitCode::Success as i32)
+            build_and_show(&context, &request).await
         }
         Action::Rebake(args) => {
             for name in &args.names {
                 let request =
                     BuildTemplate { name: name.to_string(), rebake: true, ..BuildTemplate::default() };
-                let build = build(&context, &request).await?;
-                context.out.show(&build, || format!("template {} is ready", build.name))?;
+                build_and_show(&context, &request).await?;
             }
             Ok(ExitCode::Success as i32)
         }
         Action::Rm(args) => {
-            let client = context.client.clone();
-            remove_all(&context, &args.names, move |name| {
-                let client = client.clone();
-                async move { client.delete_template(&name).await }
-            })
-            .await
+            remove_all(&context, &args.names, async |client, name| client.delete_template(name).await).await
         }
     }
 }
 
 async fn list(context: Context) -> Outcome {
     let templates = context.client.templates().await?;
-    context.out.show(&templates, || {
+    context.out.result(&templates, || {
         let now = OffsetDateTime::now_utc();
         let rows = templates.iter().map(|template| {
             [
@@ -122,14 +108,18 @@ async fn list(context: Context) -> Outcome {
         });
         let headings = ["NAME", "STATUS", "VERSION", "CPU", "RAM", "DISK", "SIZE", "AGE", "DESCRIPTION"];
         table(headings, rows)
-    })?;
-    Ok(ExitCode::Success as i32)
+    })
 }
 
-/// Lines of the log told when a build fails and the log was not printed.
+/// Log lines to print when a build fails and its log was not shown.
 const TAIL: usize = 20;
 
-/// Builds a template to its end, showing the log. A signal ends the watching, not the build.
+async fn build_and_show(context: &Context, request: &BuildTemplate) -> Outcome {
+    let build = build(context, request).await?;
+    context.out.result(&build, || format!("template {} is ready", build.name))
+}
+
+/// Builds a template and shows the log until it ends. A signal stops watching, not the build.
 pub async fn build(context: &Context, request: &BuildTemplate) -> Result<Build, Failure> {
     unless_interrupted(async {
         let started = context.client.build_template(request).await?;
@@ -137,9 +127,9 @@ pub async fn build(context: &Context, request: &BuildTemplate) -> Result<Build, 
         let mut tail = VecDeque::new();
         let mut lines = context.client.build_log(&started.id).await?;
         while let Some(line) = lines.next().await {
-            // A broken log is no failed build: the record below decides.
+            // Losing the log does not fail the build: its record decides.
             let Ok(line) = line else { break };
-            let plain: String = line.chars().filter(|c| !c.is_control()).collect();
+            let plain = text::plain(&line);
             progress.step(&plain);
             tail.push_back(plain);
             if tail.len() > TAIL {
@@ -151,7 +141,7 @@ pub async fn build(context: &Context, request: &BuildTemplate) -> Result<Build, 
             if stderr_is_terminal() {
                 tail.iter().for_each(|line| progress.note(line));
             }
-            return Err(Failure::Wrong(format!("building template {} failed: {}", ended.name, ended.error)));
+            return Err(Failure::Wrong(format!("failed to build template {}: {}", ended.name, ended.error)));
         }
         Ok(ended)
     })

@@ -1,4 +1,4 @@
-//! `keiki top`: what sandboxes use, now.
+//! `keiki top`.
 
 use crate::{
     context::Context,
@@ -17,30 +17,28 @@ use std::{
 };
 use time::OffsetDateTime;
 
-/// Home, and clear to the end of the screen: nothing flickers.
+/// Cursor home, then clear to the end of the screen, without flicker.
 const REDRAW: &str = "\x1b[H\x1b[J";
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Show one table and end
+    /// Print one table and exit
     #[arg(long)]
     pub once: bool,
-    /// Time between two tables
+    /// Refresh interval
     #[arg(short, long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "2s")]
     pub interval: Duration,
-    /// Print whole ids in the table
+    /// Show whole ids
     #[arg(long)]
     pub full: bool,
 }
 
-/// What one sandbox uses.
 #[derive(Debug, PartialEq, Serialize)]
 struct Usage {
     id: SandboxId,
     template: String,
     status: Status,
-    /// Of one core, since the table before.
+    /// Of one core, since the previous sample.
     cpu_percent: Option<f64>,
     guest_bytes: Option<u64>,
     private_bytes: Option<u64>,
@@ -50,19 +48,18 @@ struct Usage {
     idle_seconds: u64,
 }
 
-/// CPU times of all, at one moment.
+/// CPU times of all sandboxes at one moment.
 struct Sample {
     at: Instant,
     cpu_ms: HashMap<SandboxId, u64>,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
-    // Where nobody looks at a screen there is nothing to draw over.
+    // There is nothing to redraw without a screen.
     let once = args.once || !std::io::stdout().is_terminal();
     unless_interrupted(async {
         let (mut before, _) = sample(&context).await?;
-        // A rate needs two looks; the first one comes soon.
+        // A rate takes two samples: the second comes soon.
         let mut pause = args.interval.min(Duration::from_secs(1));
         loop {
             tokio::time::sleep(pause).await;
@@ -89,7 +86,7 @@ async fn sample(context: &Context) -> Result<(Sample, Vec<Sandbox>), Failure> {
 fn usage(sandbox: &Sandbox, before: &Sample, now: &Sample) -> Usage {
     let took = (now.at - before.at).as_secs_f64() * 1e3;
     let cpu_percent = now.cpu_ms.get(&sandbox.id).zip(before.cpu_ms.get(&sandbox.id)).map(|(now, before)| {
-        // Less than before: it is another machine now, after a hibernation.
+        // Less than before: a new machine, after hibernation.
         now.saturating_sub(*before) as f64 / took.max(1.0) * 100.0
     });
     Usage {
@@ -158,7 +155,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn cpu_is_what_was_used_since_the_look_before() {
+    fn cpu_is_what_was_used_since_the_previous_sample() {
         let sandbox: Sandbox = serde_json::from_value(json!({
             "id": "0190b7a0-0000-7000-8000-000000000001", "template": "base", "template_version": "", "cpu": 1,
             "memory_mb": 256, "disk_mb": 1, "status": "running", "guest_ip": "", "created_at": "", "metadata": {},
@@ -173,8 +170,8 @@ mod tests {
         };
         let percent = |before, now| usage(&sandbox, &at(0, before), &at(2, now)).cpu_percent;
         assert_eq!(percent(Some(1000), Some(2000)), Some(50.0));
-        assert_eq!(percent(Some(1000), Some(10)), Some(0.0), "another machine");
-        assert_eq!(percent(None, Some(10)), None, "it was not there before");
-        assert_eq!(percent(Some(10), None), None, "it is not measured");
+        assert_eq!(percent(Some(1000), Some(10)), Some(0.0), "a new machine");
+        assert_eq!(percent(None, Some(10)), None, "no earlier sample");
+        assert_eq!(percent(Some(10), None), None, "not measured");
     }
 }

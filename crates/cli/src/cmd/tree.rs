@@ -1,10 +1,6 @@
-//! `keiki tree`: who came from whom.
+//! `keiki tree`.
 
-use crate::{
-    context::Context,
-    exit::{ExitCode, Outcome},
-    ids::short,
-};
+use crate::{context::Context, exit::Outcome, ids::short};
 use keiki_client::{
     SandboxId, SnapshotId,
     api::{Sandbox, Snapshot},
@@ -12,7 +8,6 @@ use keiki_client::{
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {}
 
@@ -22,17 +17,15 @@ struct Lineage<'a> {
     snapshots: &'a [Snapshot],
 }
 
-/// Runs the command.
 pub async fn run(context: Context, _: Args) -> Outcome {
     let (sandboxes, snapshots) = (context.client.list(false).await?, context.client.snapshots(None).await?);
     let lineage = Lineage { sandboxes: &sandboxes, snapshots: &snapshots };
-    context.out.show(&lineage, || draw(&sandboxes, &snapshots))?;
-    Ok(ExitCode::Success as i32)
+    context.out.result(&lineage, || draw(&sandboxes, &snapshots))
 }
 
-/// Something with ancestors. Ids are ordered by the time of making, and so are siblings.
+/// A node of the tree. Ids sort by creation time, and so do siblings.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Being {
+enum Node {
     Template(String),
     Snapshot(SnapshotId),
     Sandbox(SandboxId),
@@ -40,9 +33,9 @@ enum Being {
 
 #[derive(Default)]
 struct Tree {
-    labels: BTreeMap<Being, String>,
-    children: BTreeMap<Being, BTreeSet<Being>>,
-    has_parent: BTreeSet<Being>,
+    labels: BTreeMap<Node, String>,
+    children: BTreeMap<Node, BTreeSet<Node>>,
+    has_parent: BTreeSet<Node>,
 }
 
 impl Tree {
@@ -54,44 +47,44 @@ impl Tree {
                 how => format!(", {how}"),
             };
             let label = format!("{} {}{how}", short(sandbox.id), sandbox.status);
-            tree.labels.insert(Being::Sandbox(sandbox.id), label);
+            tree.labels.insert(Node::Sandbox(sandbox.id), label);
         }
         for snapshot in snapshots {
-            tree.labels.insert(Being::Snapshot(snapshot.id), format!("snapshot {}", short(snapshot.id)));
+            tree.labels.insert(Node::Snapshot(snapshot.id), format!("snapshot {}", short(snapshot.id)));
         }
         for sandbox in sandboxes {
             let template = root(&sandbox.template, &sandbox.template_version);
-            // Not its `parent_snapshot_id`: after a snapshot that is one of its own.
+            // Not `parent_snapshot_id`: after a snapshot that is one of its own.
             let parent = match (sandbox.parent_sandbox_id, sandbox.from_snapshot) {
-                (Some(id), _) => Being::Sandbox(id),
-                (None, Some(id)) => Being::Snapshot(id),
+                (Some(id), _) => Node::Sandbox(id),
+                (None, Some(id)) => Node::Snapshot(id),
                 (None, None) => template.clone(),
             };
-            tree.link(&template, parent, Being::Sandbox(sandbox.id));
+            tree.link(&template, parent, Node::Sandbox(sandbox.id));
         }
         for snapshot in snapshots {
             let template = root(&snapshot.template, &snapshot.template_version);
-            let (of, parent) = (Being::Sandbox(snapshot.sandbox_id), snapshot.parent_snapshot_id);
-            // Of a sandbox that is gone, the snapshot before it says more, if that is still there.
-            let parent = match parent.map(Being::Snapshot) {
+            let (of, parent) = (Node::Sandbox(snapshot.sandbox_id), snapshot.parent_snapshot_id);
+            // If the sandbox is gone, hang it from the previous snapshot, if there is one.
+            let parent = match parent.map(Node::Snapshot) {
                 Some(before) if !tree.labels.contains_key(&of) && tree.labels.contains_key(&before) => before,
                 _ => of,
             };
-            tree.link(&template, parent, Being::Snapshot(snapshot.id));
+            tree.link(&template, parent, Node::Snapshot(snapshot.id));
         }
         tree
     }
 
-    fn link(&mut self, template: &Being, parent: Being, child: Being) {
+    fn link(&mut self, template: &Node, parent: Node, child: Node) {
         if !self.labels.contains_key(&parent) {
             let gone = match &parent {
-                Being::Template(name) => name.clone(),
-                Being::Snapshot(id) => format!("snapshot {} (gone)", short(id)),
-                Being::Sandbox(id) => format!("{} (gone)", short(id)),
+                Node::Template(name) => name.clone(),
+                Node::Snapshot(id) => format!("snapshot {} (gone)", short(id)),
+                Node::Sandbox(id) => format!("{} (gone)", short(id)),
             };
             self.labels.insert(parent.clone(), gone);
             if parent != *template {
-                // What is gone has no record of its parents: it hangs from its template.
+                // The record of its parents is gone too: hang it from its template.
                 self.link(template, template.clone(), parent.clone());
             }
         }
@@ -102,25 +95,25 @@ impl Tree {
     fn draw(&self) -> String {
         let mut lines = Vec::new();
         let mut drawn = BTreeSet::new();
-        let roots = self.labels.keys().filter(|being| !self.has_parent.contains(*being));
-        // Whatever a circle hides comes last.
+        let roots = self.labels.keys().filter(|node| !self.has_parent.contains(*node));
+        // Draw what only a cycle reaches last.
         for root in roots.chain(self.labels.keys()) {
             self.branch(root, &mut lines, &mut drawn);
         }
         lines.join("\n")
     }
 
-    /// Depth first, with a list instead of recursion: lineages may be long. `drawn` ends a circle, which only
-    /// records that contradict each other could make.
-    fn branch(&self, root: &Being, lines: &mut Vec<String>, drawn: &mut BTreeSet<Being>) {
+    /// Depth first, with a stack instead of recursion: lineages may be long. `drawn` breaks cycles, which only
+    /// contradictory records could contain.
+    fn branch(&self, root: &Node, lines: &mut Vec<String>, drawn: &mut BTreeSet<Node>) {
         let mut waiting = vec![(root.clone(), String::new(), String::new())];
-        while let Some((being, lead, indent)) = waiting.pop() {
-            if !drawn.insert(being.clone()) {
+        while let Some((node, lead, indent)) = waiting.pop() {
+            if !drawn.insert(node.clone()) {
                 continue;
             }
-            let label = self.labels.get(&being).map_or("", String::as_str);
+            let label = self.labels.get(&node).map_or("", String::as_str);
             lines.push(format!("{lead}{label}"));
-            let children: Vec<&Being> = self.children.get(&being).into_iter().flatten().collect();
+            let children: Vec<&Node> = self.children.get(&node).into_iter().flatten().collect();
             for (at, child) in children.iter().enumerate().rev() {
                 let last = at + 1 == children.len();
                 let (branch, below) = if last { ("└── ", "    ") } else { ("├── ", "│   ") };
@@ -130,9 +123,9 @@ impl Tree {
     }
 }
 
-fn root(template: &str, version: &str) -> Being {
+fn root(template: &str, version: &str) -> Node {
     let version: String = version.chars().take(12).collect();
-    Being::Template(if version.is_empty() { template.to_owned() } else { format!("{template}@{version}") })
+    Node::Template(if version.is_empty() { template.to_owned() } else { format!("{template}@{version}") })
 }
 
 fn draw(sandboxes: &[Sandbox], snapshots: &[Snapshot]) -> String {
@@ -223,7 +216,7 @@ base@0123456789ab
     fn nothing_and_contradictions_end() {
         assert_eq!(draw(&[], &[]), "");
         let circle = [sandbox(1, Some(2), None, "fork"), sandbox(2, Some(1), None, "fork")];
-        // A circle has no root; it is drawn all the same, once.
+        // A cycle has no root, yet it is drawn, once.
         assert_eq!(draw(&circle, &[]).lines().count(), 2);
     }
 }

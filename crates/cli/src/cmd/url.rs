@@ -2,25 +2,24 @@
 
 use crate::{
     context::Context,
-    exit::{ExitCode, Failure, Outcome, io_error},
+    exit::{Failure, Outcome, io_error},
     text::parse_ttl,
 };
 use keiki_client::api::{CreatePreview, Preview};
 use std::process::Stdio;
 
-/// What opens a link, the first that is there.
+/// Programs that open a link; the first one found is used.
 const OPENERS: [&str; 3] = ["xdg-open", "wslview", "open"];
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Port inside
+    /// Port in the sandbox
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
-    /// How long the link may be used, at most a week [default: 1h]
+    /// How long the link is valid, at most a week [default: 1h]
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl)]
     pub ttl: Option<i64>,
 }
@@ -28,11 +27,10 @@ pub struct Args {
 /// Prints a link.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let preview = make(&context, &args).await?;
-    context.out.show(&preview, || preview.url.clone())?;
-    Ok(ExitCode::Success as i32)
+    context.out.result(&preview, || preview.url.clone())
 }
 
-/// Makes a link and opens it in a browser.
+/// Opens a link in a browser.
 pub async fn open(context: Context, args: Args) -> Outcome {
     let preview = make(&context, &args).await?;
     for opener in OPENERS {
@@ -45,18 +43,17 @@ pub async fn open(context: Context, args: Args) -> Outcome {
             .status();
         match started.await {
             Ok(status) if status.success() => {
-                context.out.show(&preview, || preview.url.clone())?;
-                return Ok(ExitCode::Success as i32);
+                return context.out.result(&preview, || preview.url.clone());
             }
-            // It is there, and has no browser to open it with.
+            // It found no browser.
             Ok(_) => {}
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(error) => return Err(io_error(format!("starting {opener}"))(error)),
+            Err(error) => return Err(io_error(format!("cannot start {opener}"))(error)),
         }
     }
     context.out.show(&preview, || preview.url.clone())?;
     Err(Failure::Wrong(format!(
-        "no browser could be opened here (tried {}); open the link yourself",
+        "cannot open a browser (tried {}): open the link yourself",
         OPENERS.join(", ")
     )))
 }

@@ -8,21 +8,19 @@ use crate::{
 use futures::StreamExt;
 use keiki_client::api::FsEvent;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Also everything below
+    /// Include everything below
     #[arg(short, long)]
     pub recursive: bool,
-    /// Sandbox
+    /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// A file or directory in it
+    /// File or directory in the sandbox
     #[arg(value_name = "PATH")]
     pub path: String,
 }
 
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     unless_interrupted(async {
@@ -30,7 +28,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         while let Some(event) = events.next().await {
             let event = event?;
             if context.out.is_json() {
-                // One object a line: there is no end to wait for.
+                // One object per line: the stream has no end.
                 let line = serde_json::to_string(&event).unwrap_or_default();
                 context.out.line(&line)?;
             } else if event.kind == "ready" {
@@ -45,7 +43,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     Ok(ExitCode::Success as i32)
 }
 
-/// A name that leaves the terminal alone.
+/// A name without characters that control a terminal.
 fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }

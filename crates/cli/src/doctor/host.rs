@@ -1,6 +1,6 @@
 //! Kernel, privileges, KVM, namespaces.
 
-use super::{Check, read};
+use super::check::{Check, read};
 use crate::config::{VMM, find};
 use std::{fs::OpenOptions, io};
 
@@ -130,7 +130,7 @@ fn landlock() -> Check {
 #[cfg(test)]
 mod tests {
     use super::{release, speed};
-    use crate::doctor::Verdict;
+    use crate::doctor::check::Verdict;
 
     #[test]
     fn releases() {

@@ -1,6 +1,6 @@
 //! What holds a monitor that its guest took over.
 
-use super::{Check, read};
+use super::check::{Check, read};
 
 pub(super) fn checks() -> Vec<Check> {
     vec![groups(read("/sys/fs/cgroup/cgroup.controllers").as_deref())]
@@ -24,7 +24,7 @@ fn groups(controllers: Option<&str>) -> Check {
 #[cfg(test)]
 mod tests {
     use super::groups;
-    use crate::doctor::Verdict;
+    use crate::doctor::check::Verdict;
 
     #[test]
     fn all_controllers_are_needed() {

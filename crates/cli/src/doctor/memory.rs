@@ -1,6 +1,6 @@
 //! RAM and how the kernel promises it.
 
-use super::{Check, read};
+use super::check::{Check, read};
 use crate::text::bytes;
 use keiki_sys::host::meminfo;
 
@@ -39,7 +39,7 @@ fn ram() -> Check {
 #[cfg(test)]
 mod tests {
     use super::overcommit;
-    use crate::doctor::Verdict;
+    use crate::doctor::check::Verdict;
 
     #[test]
     fn strict_overcommit_is_a_problem() {

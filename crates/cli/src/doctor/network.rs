@@ -1,6 +1,6 @@
 //! What lets sandboxes reach the internet: the slots' own checks.
 
-use super::Check;
+use super::check::Check;
 
 /// Range that is checked for collisions: the default of `keiki node`.
 const RANGE: &str = "10.200.0.0/16";

@@ -1,6 +1,6 @@
 //! Programs that the node calls.
 
-use super::Check;
+use super::check::Check;
 use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},

@@ -1,6 +1,6 @@
 //! The data directory: reflinks and room.
 
-use super::{Check, programs::find};
+use super::{check::Check, programs::find};
 use crate::text::bytes;
 use std::{io::Write, path::Path};
 
@@ -57,7 +57,7 @@ fn room(dir: &Path) -> Check {
 #[cfg(test)]
 mod tests {
     use super::checks;
-    use crate::doctor::Verdict;
+    use crate::doctor::check::Verdict;
 
     #[test]
     fn a_directory_that_is_not_there_yet_is_judged_by_its_parent() {

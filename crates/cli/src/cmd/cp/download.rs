@@ -1,6 +1,6 @@
-//! From a sandbox to here.
+//! Copies from a sandbox to this machine.
 
-use super::{Copier, base_name, follow};
+use super::copier::{Copier, base_name, follow};
 use crate::{
     exit::{Failure, io_error},
     signals::unless_interrupted,
@@ -20,10 +20,10 @@ use tokio::{
     sync::mpsc,
 };
 
-/// Pieces between the connection and the thread that unpacks.
+/// Pieces buffered between the connection and the thread that unpacks.
 const PIECES: usize = 4;
 
-/// Copies `from` to `to`, or into it if it is a directory.
+/// Copies `from` to `to`, or into `to` if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
     let (source, entry, target) = unless_interrupted(prepare(copier, from, to)).await?;
     if entry.is_dir {
@@ -31,18 +31,18 @@ pub(super) async fn copy(copier: &mut Copier, from: &str, to: &Path) -> Result<(
     } else if entry.kind == "file" {
         unless_interrupted(file(copier, &source, &target, mode_of(&entry))).await
     } else {
-        Err(Failure::Usage(format!("{from:?} is a {}, neither a file nor a directory", entry.kind)))
+        Err(Failure::Usage(format!("{from} is a {}: can only copy files and directories", entry.kind)))
     }
 }
 
-/// What is copied, what it is, and where to.
+/// Resolves both ends: the source, its entry, and the destination.
 async fn prepare(copier: &Copier, from: &str, to: &Path) -> Result<(String, FsEntry, PathBuf), Failure> {
     let (source, entry) = follow(copier, from).await?;
     let to_dir = fs::metadata(to).await.is_ok_and(|meta| meta.is_dir());
     let slash = to.as_os_str().as_encoded_bytes().ends_with(b"/");
     let target = if to_dir || (slash && !entry.is_dir) {
         let name = base_name(from)
-            .ok_or_else(|| Failure::Usage(format!("{from:?} has no name to give to the copy: name it")))?;
+            .ok_or_else(|| Failure::Usage(format!("{from} has no name: name the destination")))?;
         to.join(name)
     } else {
         to.to_owned()
@@ -53,18 +53,18 @@ async fn prepare(copier: &Copier, from: &str, to: &Path) -> Result<(String, FsEn
     Ok((source, entry, target))
 }
 
-/// Permission bits. A sandbox gives no file here the power of its owner: no set-id bits.
+/// Permission bits, without set-id: a sandbox must not create privileged files here.
 fn mode_of(entry: &FsEntry) -> u32 {
     u32::from_str_radix(&entry.mode, 8).unwrap_or(0o644) & 0o777
 }
 
-/// A directory comes as one stream, unpacked on a thread. That is waited for also after a signal: it removes what is
-/// not whole.
+/// Receives a directory as one stream, unpacked on a thread. A signal still waits for that thread, which deletes
+/// incomplete files.
 async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
-    copier.say(from);
+    copier.announce(from);
     let is_new = make_dir(to).await?;
     let (send, mut pieces) = mpsc::channel::<(Bytes, bool)>(PIECES);
-    // Who may give files away keeps their owners, if asked to.
+    // Only root may give files away.
     let owners = copier.owners && rustix::process::geteuid().is_root();
     let (into, options) = (to.to_owned(), Options { owners, special_bits: false, strip_top: true });
     let unpacking = tokio::task::spawn_blocking(move || {
@@ -74,7 +74,7 @@ async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure>
         let mut stream = copier.client.read_archive(copier.id, from).await?;
         while let Some(piece) = stream.next().await {
             if send.send((piece?, false)).await.is_err() {
-                // It says why.
+                // Unpacking failed, and says why.
                 return Ok(());
             }
         }
@@ -83,7 +83,7 @@ async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure>
     })
     .await;
     drop(send);
-    let unpacked = unpacking.await.map_err(|_| Failure::Wrong("unpacking ended early".into()))?;
+    let unpacked = unpacking.await.map_err(|_| Failure::Wrong("unpacking died".into()))?;
     let failure = match (fed, unpacked) {
         (Ok(()), Ok(counts)) => {
             copier.copied.files += counts.files;
@@ -96,25 +96,25 @@ async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure>
         (Ok(()), Err(error)) => Failure::Archive(error),
     };
     if is_new {
-        // Only while it is empty, as it was made.
+        // Succeeds only if it is still empty.
         let _ = fs::remove_dir(to).await;
     }
     Err(failure)
 }
 
-/// Makes a directory, or uses one that is there; never one behind a symlink. Is it new?
+/// Creates a directory, or uses an existing one that is not behind a symlink. Is it new?
 async fn make_dir(path: &Path) -> Result<bool, Failure> {
     let failed = || io_error(path.display().to_string());
     match fs::symlink_metadata(path).await {
         Ok(meta) if meta.is_dir() => Ok(false),
-        Ok(_) => Err(Failure::Wrong(format!("{} is in the way: it is no directory", path.display()))),
+        Ok(_) => Err(Failure::Wrong(format!("{} exists and is not a directory", path.display()))),
         Err(_) => fs::create_dir_all(path).await.map_err(failed()).map(|()| true),
     }
 }
 
-/// The new file appears whole, under its name, or not at all; a symlink of that name is replaced, not followed.
+/// Creates the file atomically. A symlink of that name is replaced, not followed.
 async fn file(copier: &mut Copier, from: &str, to: &Path, mode: u32) -> Result<(), Failure> {
-    copier.say(from);
+    copier.announce(from);
     let temporary = temporary(to);
     let guard = Unfinished(Some(&temporary));
     let failed = || io_error(to.display().to_string());
@@ -141,7 +141,7 @@ fn temporary(to: &Path) -> PathBuf {
 
 static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// Removes a half-written file, also when the copy is dropped by Ctrl-C.
+/// Deletes a half-written file, even when Ctrl-C drops the copy.
 struct Unfinished<'a>(Option<&'a Path>);
 
 impl Unfinished<'_> {

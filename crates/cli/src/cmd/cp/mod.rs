@@ -1,11 +1,12 @@
 //! `keiki cp`.
 //!
-//! Files keep their permission bits. Directories are copied with what is inside, as one tar stream: modes, times,
-//! symlinks, hard links and holes stay what they are. As with `cp -r`: a destination that is a directory receives the
-//! source under its own name, any other destination is the new name. `-` is a tar stream on standard input or output.
+//! Files keep their permission bits. Directories are copied recursively, as one tar stream that keeps modes, times,
+//! symlinks, hard links and holes. As with `cp -r`, a destination directory receives the source under its own name;
+//! any other destination is the new name. `-` is a tar stream on standard input or output.
 //!
 //! A sandbox is not trusted with the local file system: see `keiki_archive::unpack`.
 
+mod copier;
 mod download;
 mod stdio;
 mod upload;
@@ -18,23 +19,18 @@ use crate::{
     signals::unless_interrupted,
     text,
 };
-use keiki_client::{
-    Client, SandboxId,
-    api::{FsEntry, FsUnpacked},
-};
-use serde::Serialize;
+use copier::{Copied, Copier};
 use std::path::PathBuf;
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Keep owners, by their numbers; else files belong to root in a sandbox and to you here
+    /// Keep owners, by number; otherwise files belong to root in the sandbox and to you here
     #[arg(short, long)]
     pub archive: bool,
-    /// A local path, SANDBOX:/path, or - for a tar stream on standard input
+    /// Local path, SANDBOX:/path, or - for a tar stream from standard input
     #[arg(value_name = "FROM")]
     pub from: String,
-    /// A local path, SANDBOX:/path, or - for a tar stream on standard output
+    /// Local path, SANDBOX:/path, or - for a tar stream to standard output
     #[arg(value_name = "TO")]
     pub to: String,
 }
@@ -43,18 +39,14 @@ pub struct Args {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum End {
     Local(PathBuf),
-    /// A tar stream.
     Stdio,
-    Remote {
-        sandbox: String,
-        path: String,
-    },
+    Remote { sandbox: String, path: String },
 }
 
 /// `ID:/path` is in a sandbox; anything else, or what starts with `/`, `./` or `../`, is local.
 fn parse_end(text: &str) -> Result<End, Failure> {
     if text.is_empty() {
-        return Err(Failure::Usage("a path is empty".into()));
+        return Err(Failure::Usage("empty path".into()));
     }
     if text == "-" {
         return Ok(End::Stdio);
@@ -63,57 +55,21 @@ fn parse_end(text: &str) -> Result<End, Failure> {
         return Ok(End::Local(text.into()));
     };
     if !path.starts_with('/') {
-        let hint = format!("if it is a local file, write ./{text}");
-        return Err(Failure::Usage(format!("{text:?}: a path in a sandbox starts with '/' ({hint})")));
+        return Err(Failure::Usage(format!(
+            "{text}: a path in a sandbox starts with '/' (for a local file, write ./{text})"
+        )));
     }
     Ok(End::Remote { sandbox: sandbox.into(), path: path.into() })
 }
 
-/// What was copied.
-#[derive(Debug, Default, Serialize)]
-struct Copied {
-    files: u64,
-    dirs: u64,
-    symlinks: u64,
-    bytes: u64,
-    /// Devices, sockets and pipes, which are left out.
-    skipped: u64,
-}
-
-impl Copied {
-    fn add(&mut self, unpacked: &FsUnpacked) {
-        self.files += unpacked.files;
-        self.dirs += unpacked.dirs;
-        self.symlinks += unpacked.symlinks;
-        self.bytes += unpacked.bytes;
-    }
-}
-
-/// What both directions need.
-struct Copier {
-    client: Client,
-    id: SandboxId,
-    progress: Progress,
-    copied: Copied,
-    owners: bool,
-}
-
-impl Copier {
-    fn say(&self, name: &str) {
-        let plain: String = name.chars().filter(|c| !c.is_control()).collect();
-        self.progress.say(format!("copying {plain}"));
-    }
-}
-
-/// Runs the command.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let (from, to) = (parse_end(&args.from)?, parse_end(&args.to)?);
     let sandbox = match (&from, &to) {
         (End::Remote { .. }, End::Remote { .. }) => {
-            return Err(Failure::Usage("copy from one sandbox to another through a local file".into()));
+            return Err(Failure::Usage("cannot copy between sandboxes: copy through a local file".into()));
         }
         (End::Remote { sandbox, .. }, _) | (_, End::Remote { sandbox, .. }) => sandbox,
-        _ => return Err(Failure::Usage("one of the two must be in a sandbox: SANDBOX:/path".into())),
+        _ => return Err(Failure::Usage("one path must be in a sandbox: SANDBOX:/path".into())),
     };
     let id = context.sandbox_id(sandbox).await?;
     let progress = Progress::start("copying");
@@ -137,7 +93,7 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     drop(progress);
     context.out.show(&copied, String::new)?;
     if copied.skipped > 0 {
-        context.out.note(&format!("keiki: left out {}: devices, sockets or pipes", copied.skipped));
+        context.out.note(&format!("keiki: skipped {} devices, sockets or pipes", copied.skipped));
     }
     if !context.out.is_json() {
         let (files, size) = (copied.files, text::bytes(copied.bytes));
@@ -146,45 +102,9 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     Ok(if copied.skipped == 0 { ExitCode::Success } else { ExitCode::Failed } as i32)
 }
 
-/// As many symlinks in a row as Linux follows.
-const MAX_LINKS: usize = 40;
-
-/// What the user named, behind any symlinks: what they point at is meant.
-async fn follow(copier: &Copier, path: &str) -> Result<(String, FsEntry), Failure> {
-    let mut path = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        let entry = copier.client.stat(copier.id, &path).await?;
-        match &entry.target {
-            Some(target) if entry.kind == "symlink" => path = beside(&path, target),
-            _ => return Ok((path, entry)),
-        }
-    }
-    Err(Failure::Wrong(format!("{path:?}: too many symlinks")))
-}
-
-/// Where a symlink at `path` that says `target` points.
-fn beside(path: &str, target: &str) -> String {
-    if target.starts_with('/') {
-        return target.to_owned();
-    }
-    let dir = path.trim_end_matches('/').rsplit_once('/').map_or("", |(dir, _)| dir);
-    format!("{dir}/{target}")
-}
-
-/// A path in the guest, one level down.
-fn join(dir: &str, name: &str) -> String {
-    format!("{}/{name}", dir.trim_end_matches('/'))
-}
-
-/// The last name of a path in the guest; None for the root and for paths that end in `.` or `..`.
-fn base_name(path: &str) -> Option<&str> {
-    let name = path.trim_end_matches('/').rsplit('/').next()?;
-    (!matches!(name, "" | "." | "..")).then_some(name)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{End, base_name, beside, join, parse_end};
+    use super::{End, parse_end};
 
     fn remote(sandbox: &str, path: &str) -> End {
         End::Remote { sandbox: sandbox.into(), path: path.into() }
@@ -208,24 +128,6 @@ mod tests {
         }
         for text in ["", "abcd:", "abcd:x"] {
             assert!(parse_end(text).is_err(), "{text:?}");
-        }
-    }
-
-    #[test]
-    fn symlinks_point_from_where_they_are() {
-        assert_eq!(beside("/a/l", "b c"), "/a/b c");
-        assert_eq!(beside("/a/l/", "../x"), "/a/../x");
-        assert_eq!(beside("/l", "b"), "/b");
-        assert_eq!(beside("/a/l", "/b"), "/b");
-    }
-
-    #[test]
-    fn guest_paths() {
-        assert_eq!(join("/", "a"), "/a");
-        assert_eq!(join("/a/", "b c"), "/a/b c");
-        assert_eq!(base_name("/a/b/"), Some("b"));
-        for none in ["/", "", "/a/..", "/a/."] {
-            assert_eq!(base_name(none), None, "{none:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Tar streams on standard input and output.
 
-use super::Copier;
+use super::copier::Copier;
 use crate::{
     exit::{ExitCode, Failure, Outcome},
     input,
@@ -11,7 +11,7 @@ use futures::StreamExt;
 use keiki_client::{Client, SandboxId, Unpacking};
 use tokio_stream::wrappers::ReceiverStream;
 
-/// A path of a sandbox to standard output.
+/// Copies a path in a sandbox to standard output.
 pub(super) async fn write(client: &Client, id: SandboxId, path: &str) -> Outcome {
     let output = Output::start()?;
     let copied = unless_interrupted(async {
@@ -30,7 +30,7 @@ pub(super) async fn write(client: &Client, id: SandboxId, path: &str) -> Outcome
     copied.map(|()| ExitCode::Success as i32)
 }
 
-/// Standard input into a directory of a sandbox.
+/// Unpacks standard input into a directory in a sandbox.
 pub(super) async fn read(copier: &mut Copier, path: &str) -> Result<(), Failure> {
     let pieces = ReceiverStream::new(input::pieces()?);
     let how = Unpacking { owners: copier.owners, strip_top: false };

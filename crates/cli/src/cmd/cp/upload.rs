@@ -1,6 +1,6 @@
-//! From here into a sandbox.
+//! Copies from this machine into a sandbox.
 
-use super::{Copier, base_name, follow, join};
+use super::copier::{Copier, base_name, follow, join};
 use crate::exit::{Failure, io_error};
 use bytes::Bytes;
 use futures::{Stream, stream};
@@ -14,10 +14,10 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 
 const CHUNK: usize = 256 << 10;
-/// Pieces between the thread that packs and the connection.
+/// Pieces buffered between the thread that packs and the connection.
 const PIECES: usize = 4;
 
-/// Copies `from` to `to`, or into it if it is a directory.
+/// Copies `from` to `to`, or into `to` if it is a directory.
 pub(super) async fn copy(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
     let meta = fs::metadata(from).await.map_err(io_error(from.display().to_string()))?;
     let target = match follow(copier, to).await {
@@ -33,30 +33,30 @@ pub(super) async fn copy(copier: &mut Copier, from: &Path, to: &str) -> Result<(
         Err(error) => return Err(error),
     };
     if base_name(&target).is_none() && !meta.is_dir() {
-        return Err(Failure::Usage(format!("{target:?} is no name for a file")));
+        return Err(Failure::Usage(format!("not a file name: {target}")));
     }
     if meta.is_dir() {
         tree(copier, from, &target).await
     } else if meta.is_file() {
         file(copier, from, &target, meta.permissions().mode()).await
     } else {
-        Err(Failure::Usage(format!("{} is neither a file nor a directory", from.display())))
+        Err(Failure::Usage(format!("{}: can only copy files and directories", from.display())))
     }
 }
 
 async fn into_dir(from: &Path, dir: &str) -> Result<String, Failure> {
-    // `.` and `..` have no name of their own; the directory they mean has.
+    // `.` and `..` take the name of the directory they stand for.
     let whole = fs::canonicalize(from).await.map_err(io_error(from.display().to_string()))?;
     let named = from.file_name().or(whole.file_name());
     match named.and_then(|name| name.to_str()) {
         Some(name) => Ok(join(dir, name)),
-        None => Err(Failure::Usage(format!("{} has no name to give to the copy", from.display()))),
+        None => Err(Failure::Usage(format!("{} has no name: name the destination", from.display()))),
     }
 }
 
-/// A directory goes as one stream, packed on a thread.
+/// Sends a directory as one stream, packed on a thread.
 async fn tree(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure> {
-    copier.say(to);
+    copier.announce(to);
     let is_new = match copier.client.stat(copier.id, to).await {
         Ok(_) => false,
         Err(error) if error.is_not_found() => true,
@@ -68,7 +68,7 @@ async fn tree(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure>
     let packing = tokio::task::spawn_blocking(move || {
         let mut out = keiki_archive::Sender::new(|piece| send.blocking_send(Ok(piece)).is_ok());
         let packed = keiki_archive::pack(&from, OsStr::new("top"), &mut out);
-        // What broke off must not look whole at the other end.
+        // A broken stream must not look complete at the other end.
         if packed.is_err() || out.flush().is_err() {
             drop(out);
             let _ = send.blocking_send(Err(std::io::ErrorKind::BrokenPipe.into()));
@@ -77,27 +77,27 @@ async fn tree(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure>
     });
     let how = Unpacking { owners: copier.owners, strip_top: true };
     let sent = copier.client.write_archive(copier.id, to, how, ReceiverStream::new(pieces)).await;
-    let packed = packing.await.map_err(|_| Failure::Wrong("packing ended early".into()))?;
+    let packed = packing.await.map_err(|_| Failure::Wrong("packing died".into()))?;
     let refusal = match (sent, packed) {
         (Ok(unpacked), Ok(counts)) => {
             copier.copied.add(&unpacked);
             copier.copied.skipped += counts.skipped;
             return Ok(());
         }
-        // Why the node gave it up says more than that it did.
+        // Why the node refused says more than that packing broke off.
         (Err(error), _) if error.status().is_some() => Failure::Node(error),
         (_, Err(error)) => Failure::Archive(error),
         (Err(error), Ok(_)) => Failure::Node(error),
     };
     if is_new {
-        // Only while it is empty, as it was made.
+        // Succeeds only if it is still empty.
         let _ = copier.client.remove_path(copier.id, to, false).await;
     }
     Err(refusal)
 }
 
 async fn file(copier: &mut Copier, from: &Path, to: &str, mode: u32) -> Result<(), Failure> {
-    copier.say(to);
+    copier.announce(to);
     let file = File::open(from).await.map_err(io_error(from.display().to_string()))?;
     let written = copier.client.write_file(copier.id, to, Some(mode & 0o7777), chunks(file)).await?;
     copier.copied.files += 1;

@@ -1,17 +1,16 @@
-//! What runs in the demo's sandboxes, and how it is looked at.
+//! What runs in the demo's sandboxes, and how the demo observes it.
 
 use crate::exit::Failure;
 use keiki_client::{Client, SandboxId, api::ExecRequest};
 use serde::Deserialize;
 use std::time::{Duration, Instant};
 
-/// On disk.
 const DISK: &str = "/srv/keiki-demo";
-/// How long the process may take to show something.
+/// How long to wait for the process.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Builds a table (the work that nobody wants to do twice), then counts. Its RAM holds a secret that it never
-/// writes anywhere but here, and the labels it has been given. Twenty times a second it shows what it holds.
+/// Builds a table (work nobody wants to repeat), then counts. Its RAM holds a random secret and the labels it was
+/// given. Twenty times a second it publishes what it holds.
 const COUNTER: &str = r#"
 import json, os, sys, time
 shown, label_file = sys.argv[1], sys.argv[2]
@@ -40,22 +39,21 @@ while True:
 /// What the process holds in its RAM.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Held {
-    /// Random, made once.
+    /// Random, drawn once.
     pub secret: String,
-    /// Its process id.
     pub pid: u32,
-    /// Length of the table: 17,984.
+    /// Length of the table.
     pub primes: u32,
     /// Ticks so far.
     pub counter: u64,
-    /// What it has been told.
+    /// Labels it was given.
     pub labels: Vec<String>,
 }
 
-/// What the files of a sandbox hold.
+/// The contents of a sandbox's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// Digests of the built files, on disk and in the tmpfs.
+    /// Digests of the built files on disk and in the tmpfs.
     pub digests: String,
     /// Labels written to disk and to the tmpfs; `-` for none.
     pub labels: String,
@@ -65,13 +63,12 @@ pub struct Files {
 #[derive(Debug, Clone)]
 pub struct Guest {
     client: Client,
-    /// Its id.
     pub id: SandboxId,
     tmpfs: String,
 }
 
 impl Guest {
-    /// A sandbox and where its tmpfs is.
+    /// Finds a tmpfs in the sandbox.
     pub async fn find(client: &Client, id: SandboxId) -> Result<Self, Failure> {
         let mut guest = Self { client: client.clone(), id, tmpfs: String::new() };
         let line = "for d in /dev/shm /run /tmp; do [ \"$(stat -f -c %T $d)\" = tmpfs ] && echo $d && exit; done; \
@@ -80,12 +77,12 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Another sandbox that came from this one: everything is in the same places.
+    /// A copy of this sandbox, with everything in the same places.
     pub fn relative(&self, id: SandboxId) -> Self {
         Self { id, ..self.clone() }
     }
 
-    /// Builds the state: files on disk and in the tmpfs, and the process.
+    /// Builds state: files on disk and in the tmpfs, and the process.
     pub async fn build(&self) -> Result<(), Failure> {
         let (disk, tmpfs) = (DISK, &self.tmpfs);
         self.client.write_bytes(self.id, &format!("{disk}/counter.py"), Some(0o644), COUNTER).await?;
@@ -100,25 +97,25 @@ impl Guest {
         Ok(())
     }
 
-    /// What the process holds, once it shows anything.
+    /// What the process holds, once it publishes anything.
     pub async fn held(&self) -> Result<Held, Failure> {
-        self.held_when("the process shows what it holds", |_| true).await
+        self.held_when("the process publishes its state", |_| true).await
     }
 
-    /// What the process holds, once that is `so`.
-    pub async fn held_when(&self, what: &str, so: impl Fn(&Held) -> bool) -> Result<Held, Failure> {
+    /// What the process holds, once `ready` accepts it.
+    pub async fn held_when(&self, what: &str, ready: impl Fn(&Held) -> bool) -> Result<Held, Failure> {
         let start = Instant::now();
         loop {
             let shown = self.shell(&format!("cat {}/held.json 2>/dev/null || true", self.tmpfs)).await?;
             if let Ok(held) = serde_json::from_str(&shown)
-                && so(&held)
+                && ready(&held)
             {
                 return Ok(held);
             }
             if start.elapsed() > PATIENCE {
                 let seconds = PATIENCE.as_secs();
                 return Err(Failure::Wrong(format!(
-                    "{}: not so after {seconds} s: {what}; shown: {shown}",
+                    "{}: waited {seconds} s in vain until {what}; last state: {shown}",
                     self.id
                 )));
             }
@@ -126,7 +123,7 @@ impl Guest {
         }
     }
 
-    /// Tells the process, the disk and the tmpfs who they are.
+    /// Labels the process, the disk and the tmpfs.
     pub async fn label(&self, label: &str) -> Result<(), Failure> {
         let tmpfs = &self.tmpfs;
         let line = format!(
@@ -135,7 +132,6 @@ impl Guest {
         self.shell(&line).await.map(drop)
     }
 
-    /// What the files hold.
     pub async fn files(&self) -> Result<Files, Failure> {
         let tmpfs = &self.tmpfs;
         let digests = self.shell(&format!("sha256sum < {DISK}/built; sha256sum < {tmpfs}/built")).await?;
@@ -146,7 +142,7 @@ impl Guest {
         })
     }
 
-    /// Sixteen bytes of its kernel's randomness, and its host name.
+    /// Sixteen random bytes from its kernel, and its host name.
     pub async fn identity(&self) -> Result<(String, String), Failure> {
         let random = self.shell("head -c 16 /dev/urandom | od -An -tx1").await?;
         Ok((random.trim().to_owned(), self.shell("cat /proc/sys/kernel/hostname").await?.trim().to_owned()))
@@ -160,6 +156,6 @@ impl Guest {
             return Ok(result.stdout);
         }
         let (code, why) = (result.exit_code, result.stderr.trim());
-        Err(Failure::Wrong(format!("{}: `{line}` ended with {code}: {why}", self.id)))
+        Err(Failure::Wrong(format!("{}: `{line}` exited with {code}: {why}", self.id)))
     }
 }

@@ -1,41 +1,23 @@
-//! `keiki demo`: the story of fork, told on a running node.
+//! `keiki demo`: fork, demonstrated on a running node.
 //!
-//! A sandbox builds state that took work: a Python process with a table and a counter in its RAM, files on disk
-//! and in a tmpfs. It is snapshotted and forked while it runs; the forks part ways; the snapshot is restored.
-//! Every sentence that is printed has been checked: a value that is not what it must be fails the demo.
+//! A sandbox builds state that takes work: a Python process with a table and a counter in RAM, and files on disk
+//! and in a tmpfs. The demo snapshots and forks it while it runs, lets the forks diverge, and restores the snapshot.
+//! It checks every sentence before it prints it: any wrong value fails the demo.
 
 mod guest;
 mod story;
 
 use crate::{
-    context::Context,
-    exit::{ExitCode, Outcome},
-    owned::Owned,
-    printer::table,
-    signals::unless_interrupted,
-    text,
+    context::Context, exit::Outcome, owned::Owned, printer::table, signals::unless_interrupted, text,
 };
 use serde::Serialize;
-use story::Story;
+use story::{Row, Story};
 
-/// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Template to start from; it needs python3
+    /// Template to start from; must have python3
     #[arg(long, default_value = "base")]
     pub template: keiki_client::TemplateName,
-}
-
-/// How long one step took, in ms.
-#[derive(Debug, Clone, Default, Serialize)]
-struct Row {
-    step: &'static str,
-    total_ms: f64,
-    vcpu_pause_ms: Option<f64>,
-    user_pause_ms: Option<f64>,
-    thaw_ms: Option<f64>,
-    /// Request to the first output of a command in what was made; of several: the last one's.
-    first_output_ms: Option<f64>,
 }
 
 #[derive(Serialize)]
@@ -44,18 +26,17 @@ struct Report<'a> {
     steps: &'a [Row],
 }
 
-/// Runs the command. What it made is removed however it ends.
+/// However this ends, it deletes what it created.
 pub async fn run(context: Context, args: Args) -> Outcome {
     let owned = Owned::new(context.client.clone(), "demo");
-    let told = unless_interrupted(Story::new(&context, &owned, args.template).tell()).await;
+    let outcome = unless_interrupted(Story::new(&context, &owned, args.template).tell()).await;
     let cleared = owned.clear().await;
-    let rows = told?;
+    let rows = outcome?;
     cleared?;
-    context.out.show(&Report { ok: true, steps: &rows }, || {
-        let next = "next: make install; keiki node; and in another terminal: keiki create, keiki exec ID COMMAND, keiki fork -n 4 ID, keiki tree";
-        format!("\n{}\n\n{next}\ndemo: ok: {} steps, every claim checked, everything removed", times(&rows), rows.len())
-    })?;
-    Ok(ExitCode::Success as i32)
+    context.out.result(&Report { ok: true, steps: &rows }, || {
+        let next = "Next: make install; keiki node; and in another terminal: keiki create, keiki exec ID COMMAND, keiki fork -n 4 ID, keiki tree";
+        format!("\n{}\n\n{next}\ndemo: ok: {} steps, every claim checked, everything deleted", times(&rows), rows.len())
+    })
 }
 
 fn times(rows: &[Row]) -> String {

@@ -1,9 +1,6 @@
-//! The steps of the demo and what must be true after each.
+//! The steps of the demo, and what must be true after each.
 
-use super::{
-    Row,
-    guest::{Files, Guest, Held},
-};
+use super::guest::{Files, Guest, Held};
 use crate::{
     bench::first_event, cmd::template, context::Context, exit::Failure, ids::short, owned::Owned,
     progress::Progress,
@@ -13,13 +10,25 @@ use keiki_client::{
     SnapshotId, TemplateName,
     api::{BuildTemplate, CreateSandbox, ForkSandbox, Timings},
 };
+use serde::Serialize;
 use std::{collections::BTreeSet, time::Instant};
 
 const FORKS: usize = 4;
 /// Primes below 200,000.
 const PRIMES: u32 = 17_984;
 
-/// The teller.
+/// How long one step took, in ms.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Row {
+    pub step: &'static str,
+    pub total_ms: f64,
+    pub vcpu_pause_ms: Option<f64>,
+    pub user_pause_ms: Option<f64>,
+    pub thaw_ms: Option<f64>,
+    /// Request to the first output of a command in the new sandbox; in the slowest of several.
+    pub first_output_ms: Option<f64>,
+}
+
 pub struct Story<'a> {
     context: &'a Context,
     owned: &'a Owned,
@@ -27,36 +36,35 @@ pub struct Story<'a> {
     rows: Vec<Row>,
 }
 
-/// Fails with a sentence unless something is so.
-fn must(so: bool, otherwise: impl FnOnce() -> String) -> Result<(), Failure> {
-    if so { Ok(()) } else { Err(Failure::Wrong(otherwise())) }
+/// Fails with `otherwise` unless `condition` holds.
+fn must(condition: bool, otherwise: impl FnOnce() -> String) -> Result<(), Failure> {
+    if condition { Ok(()) } else { Err(Failure::Wrong(otherwise())) }
 }
 
-/// Is `copy` the same process as `origin`, gone on from then or later, and told nothing yet?
+/// Is `copy` the same process as `origin`, continued and not labelled yet?
 fn is_continuation(origin: &Held, copy: &Held) -> Result<(), Failure> {
     let (a, b) = (origin, copy);
-    must(a.secret == b.secret && a.pid == b.pid, || format!("not the same process: {a:?} became {b:?}"))?;
-    must(b.primes == PRIMES, || format!("the table in RAM is damaged: {} primes", b.primes))?;
+    must(a.secret == b.secret && a.pid == b.pid, || format!("not the same process: {a:?}, then {b:?}"))?;
+    must(b.primes == PRIMES, || format!("the table in RAM is corrupt: {} primes", b.primes))?;
     must(b.counter >= a.counter, || format!("the counter went back from {} to {}", a.counter, b.counter))?;
-    must(b.labels.is_empty(), || format!("it holds labels that nobody gave it: {:?}", b.labels))
+    must(b.labels.is_empty(), || format!("it holds labels it was never given: {:?}", b.labels))
 }
 
-/// Does a sandbox hold its own label everywhere, no other's, and still what was built?
+/// Does a sandbox hold its own label everywhere, no other label, and everything that was built?
 fn is_itself(label: &str, held: &Held, files: &Files, built: &Files) -> Result<(), Failure> {
-    must(held.labels == [label], || format!("RAM of {label} holds the labels {:?}", held.labels))?;
+    must(held.labels == [label], || format!("RAM of {label} holds labels {:?}", held.labels))?;
     must(files.labels == format!("{label} {label}"), || {
-        format!("files of {label} hold the labels {}", files.labels)
+        format!("files of {label} hold labels {}", files.labels)
     })?;
-    must(files.digests == built.digests, || format!("the built files of {label} changed"))
+    must(files.digests == built.digests, || format!("built files of {label} changed"))
 }
 
 impl<'a> Story<'a> {
-    /// Not told yet.
     pub fn new(context: &'a Context, owned: &'a Owned, template: TemplateName) -> Self {
         Self { context, owned, template, rows: Vec::new() }
     }
 
-    /// Tells it; the times of its steps.
+    /// Runs all steps and returns their times.
     pub async fn tell(mut self) -> Result<Vec<Row>, Failure> {
         self.prepare_template().await?;
         let parent = self.create().await?;
@@ -69,8 +77,8 @@ impl<'a> Story<'a> {
         Ok(self.rows)
     }
 
-    /// A line of the story; with JSON, stdout belongs to the result.
-    fn say(&self, line: &str) -> Result<(), Failure> {
+    /// Prints a line; with JSON, stdout belongs to the result.
+    fn print(&self, line: &str) -> Result<(), Failure> {
         if self.context.out.is_json() {
             self.context.out.note(line);
             return Ok(());
@@ -98,7 +106,7 @@ impl<'a> Story<'a> {
             Err(error) if !error.is_not_found() => return Err(error.into()),
             _ => {}
         }
-        self.say(&format!("Building template {} (once; minutes)", self.template))?;
+        self.print(&format!("Building template {} (once; takes minutes)", self.template))?;
         let request = BuildTemplate { name: self.template.to_string(), ..Default::default() };
         template::build(self.context, &request).await.map(drop)
     }
@@ -115,8 +123,8 @@ impl<'a> Story<'a> {
         let row = self.time("create", start, sandbox.timings.as_ref());
         row.total_ms = (total - start).as_secs_f64() * 1000.0;
         row.first_output_ms = Some(first);
-        self.say(&format!(
-            "Created sandbox {}: a Linux machine of its own, restored from its template",
+        self.print(&format!(
+            "Created sandbox {}: a whole Linux machine, restored from its template",
             short(sandbox.id)
         ))?;
         Ok(guest)
@@ -131,8 +139,8 @@ impl<'a> Story<'a> {
         let built = parent.files().await?;
         self.time("build state", start, None);
         drop(progress);
-        self.say(&format!(
-            "Built state in it: process {} with a table of {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in a tmpfs",
+        self.print(&format!(
+            "Built state in it: process {} with {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in a tmpfs",
             held.pid, held.primes
         ))?;
         Ok(built)
@@ -145,10 +153,10 @@ impl<'a> Story<'a> {
         let snapshot = self.context.client.snapshot(parent.id).await?;
         self.time("snapshot", start, snapshot.timings.as_ref());
         drop(progress);
-        let after = parent.held_when("the parent goes on", |held| held.counter > before.counter).await?;
+        let after = parent.held_when("the parent continues", |held| held.counter > before.counter).await?;
         is_continuation(&before, &after)?;
-        self.say(&format!(
-            "Took snapshot {} while it ran; its counter went on to {}",
+        self.print(&format!(
+            "Took snapshot {} while it ran; its counter continued to {}",
             short(snapshot.id),
             after.counter
         ))?;
@@ -170,7 +178,7 @@ impl<'a> Story<'a> {
             format!("{} children instead of {FORKS}", forked.children.len())
         })?;
         let mut timings = forked.timings.clone();
-        // The slowest child's, where the fork as a whole does not say.
+        // The slowest child, where the fork itself has no thaw time.
         let thaws = forked.children.iter().filter_map(|child| child.timings.as_ref()?.thaw_ms);
         timings.thaw_ms = timings.thaw_ms.or_else(|| thaws.max_by(f64::total_cmp));
         let row = self.time("fork of four", start, Some(&timings));
@@ -180,15 +188,15 @@ impl<'a> Story<'a> {
         for fork in &forks {
             is_continuation(&before, &fork.held().await?)?;
         }
-        self.say(&format!(
-            "Forked it {FORKS} ways while it ran: in each the same process, with the same secret, counts on from {} or later",
+        self.print(&format!(
+            "Forked it {FORKS} times while it ran: in each fork the same process, with the same secret, counts on from {} or later",
             before.counter
         ))?;
         Ok(forks)
     }
 
     async fn diverge(&mut self, parent: &Guest, forks: &[Guest], built: &Files) -> Result<(), Failure> {
-        let progress = Progress::start("letting the forks part ways");
+        let progress = Progress::start("letting the forks diverge");
         let start = Instant::now();
         let family: Vec<(String, &Guest)> = std::iter::once(("parent".to_owned(), parent))
             .chain(forks.iter().enumerate().map(|(at, fork)| (format!("fork{}", at + 1), fork)))
@@ -196,7 +204,7 @@ impl<'a> Story<'a> {
         for (label, guest) in &family {
             guest.label(label).await?;
         }
-        // All labels are given before the first is looked at: one that leaks is seen.
+        // Give all labels before looking at any, to catch one that leaks.
         for (label, guest) in &family {
             let held = guest.held_when("the process knows its label", |held| !held.labels.is_empty()).await?;
             is_itself(label, &held, &guest.files().await?, built)?;
@@ -208,11 +216,11 @@ impl<'a> Story<'a> {
             random.insert(bytes);
             names.insert(name);
         }
-        must(random.len() == family.len(), || "two of them drew the same random bytes".into())?;
-        must(names.len() == family.len(), || format!("two of them have the same host name: {names:?}"))?;
+        must(random.len() == family.len(), || "two sandboxes drew the same random bytes".into())?;
+        must(names.len() == family.len(), || format!("two sandboxes have the same host name: {names:?}"))?;
         self.time("diverge and check", start, None);
         drop(progress);
-        self.say("Gave each a name: RAM, disk and tmpfs of parent and forks hold their own and no other's; random bytes and host names differ")
+        self.print("Labelled each one: RAM, disk and tmpfs hold its own label and no other; random bytes and host names differ")
     }
 
     async fn kill_one(&mut self, parent: &Guest, forks: &[Guest]) -> Result<(), Failure> {
@@ -225,9 +233,9 @@ impl<'a> Story<'a> {
         self.context.client.delete(victim.id).await?;
         self.time("kill", start, None);
         for (guest, counter) in before {
-            guest.held_when("it goes on", |held| held.counter > counter).await?;
+            guest.held_when("it continues", |held| held.counter > counter).await?;
         }
-        self.say("Killed one fork: the others and the parent go on")
+        self.print("Deleted one fork: the others and the parent keep running")
     }
 
     async fn restore(
@@ -252,13 +260,11 @@ impl<'a> Story<'a> {
         let held = restored.held().await?;
         is_continuation(before, &held)?;
         let files = restored.files().await?;
-        must(files.digests == built.digests, || "the built files changed in the snapshot".into())?;
-        must(files.labels == "- -", || {
-            format!("the snapshot holds labels given after it: {}", files.labels)
-        })?;
-        restored.held_when("it goes on", |later| later.counter > held.counter).await?;
-        self.say(&format!(
-            "Restored the snapshot into a new sandbox: the process counts on from {}, and knows nothing of what came after",
+        must(files.digests == built.digests, || "built files changed in the snapshot".into())?;
+        must(files.labels == "- -", || format!("the snapshot holds labels given later: {}", files.labels))?;
+        restored.held_when("it continues", |later| later.counter > held.counter).await?;
+        self.print(&format!(
+            "Restored the snapshot into a new sandbox: the process counts on from {}, and knows nothing that happened later",
             before.counter
         ))
     }
