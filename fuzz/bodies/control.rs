@@ -9,8 +9,8 @@ pub fn run(data: &[u8]) {
     read(data);
     if let Some(body) = data.get(HEADER..) {
         let length = u32::try_from(body.len()).unwrap_or(u32::MAX);
-        let version = keiki_control::packet::VERSION.to_le_bytes();
-        read(&[b"KMON", &version[..], &[0, 0], &length.to_le_bytes(), body].concat());
+        let version = keiki_control::VERSION.to_le_bytes();
+        read(&[b"KMON", &version[..], &length.to_le_bytes(), body].concat());
     }
 }
 

@@ -137,18 +137,6 @@ impl Client {
             reply => Ok(Answer { reply, pid: packet.pid }),
         }
     }
-
-    /// Tells the monitor to end, and returns once it has closed its end.
-    ///
-    /// # Errors
-    /// If it does not.
-    pub fn stop(mut self, patience: Duration) -> Result<()> {
-        match self.call(&Request::Stop, &[], patience) {
-            Err(ControlError::Closed) => Ok(()),
-            Err(error) => Err(error),
-            Ok(_) => Err(ControlError::Unexpected { request: "Stop" }),
-        }
-    }
 }
 
 impl Server {

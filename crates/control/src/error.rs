@@ -1,6 +1,6 @@
 //! What can go wrong between a node and a monitor.
 
-use crate::{FailureKind, descriptors::Role, packet};
+use crate::{FailureKind, Role, VERSION};
 use std::io;
 
 /// Result of this crate.
@@ -20,13 +20,10 @@ pub enum ControlError {
     #[error("no answer came on the control socket in time")]
     TimedOut,
     /// The other side speaks another version.
-    #[error(
-        "the other side of the control socket speaks version {theirs}, this program version {}",
-        packet::VERSION
-    )]
+    #[error("the other side of the control socket speaks version {theirs}, this program version {}", VERSION)]
     Version {
         /// Its version.
-        theirs: u16,
+        theirs: u32,
     },
     /// A packet that is none of ours. One clause.
     #[error("a message on the control socket is malformed: {0}")]

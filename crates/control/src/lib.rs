@@ -25,17 +25,22 @@ mod error;
 mod message;
 pub mod packet;
 mod pages;
+mod role;
 mod start;
+
+/// Version of the messages. Node and monitor must have the same.
+pub const VERSION: u32 = 4;
 
 /// Begins the line in which a machine says why it ends, for example `keiki-vmm: guest-shutdown`.
 pub const LAST_WORDS: &str = "keiki-vmm: ";
 
 pub use connection::{Answer, Client, Server, accept, listen};
-pub use descriptors::{Descriptors, MAX_DISKS, Role, Want};
+pub use descriptors::Descriptors;
 pub use error::{ControlError, Result};
 pub use message::{
-    Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Shape,
-    Stage, Stats, Step, Thaw, Thawed,
+    Boot, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Shape, Stage, Step,
+    Thaw, Thawed,
 };
 pub use pages::Pages;
+pub use role::{MAX_DISKS, Role, Want};
 pub use start::Start;

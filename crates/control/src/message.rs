@@ -1,7 +1,9 @@
-//! The messages: plain data. A change here raises [`crate::packet::VERSION`].
+//! The messages: plain data. A change here raises [`crate::VERSION`].
 
-use crate::descriptors::{MAX_LAYERS, Role, Want};
+use crate::role::{MAX_LAYERS, Role, Want};
+use keiki_sys::stopwatch::Steps;
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
 /// What the node asks for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,7 +19,7 @@ pub enum Request {
     /// Machine: let the vCPUs run. Running already: done.
     Resume,
     /// Machine: fork a zygote off and go on, on a new top layer. A paused machine stays paused.
-    Freeze(Freeze),
+    Freeze,
     /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes, which the copy sends. With a connection
     /// for the copy, it answers there, and the zygote answers [`Reply::Done`] as soon as it has forked.
     Thaw(Thaw),
@@ -26,10 +28,6 @@ pub enum Request {
     /// Machine: read these lower layers, bottom first, instead of those below the top: of each disk that layers are sent for.
     /// Same contents.
     Layers,
-    /// What does it use?
-    Stats,
-    /// End now. No reply: the socket closes.
-    Stop,
 }
 
 /// vCPUs and RAM.
@@ -39,15 +37,6 @@ pub struct Shape {
     pub vcpus: u32,
     /// MiB of RAM.
     pub memory_mib: u32,
-}
-
-/// What the guest sees of the host's processor. Recorded in the state, checked when it is loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Cpu {
-    /// The named baseline that many hosts share.
-    Baseline,
-    /// All that this host can virtualise.
-    Host,
 }
 
 /// What differs between users of the monitor in the devices a guest has. Their order never does; further disks come behind
@@ -76,8 +65,6 @@ pub struct Boot {
     pub shape: Shape,
     /// The whole kernel command line.
     pub cmdline: String,
-    /// What the guest sees of the processor.
-    pub cpu: Cpu,
     /// Devices.
     pub devices: Devices,
     /// First VM generation ID.
@@ -92,10 +79,6 @@ pub struct Load {
     /// BLAKE3 that the state file must have.
     pub digest: [u8; 32],
 }
-
-/// [`Request::Freeze`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Freeze {}
 
 /// [`Request::Thaw`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,8 +100,6 @@ pub enum Reply {
     Thawed(Thawed),
     /// To [`Request::Persist`]. A copy that answers on a connection of its own says [`Reply::Done`] first, as it begins.
     Persisted(Persisted),
-    /// To [`Request::Stats`].
-    Stats(Stats),
     /// Not done, and nothing changed.
     Failed {
         /// What kind of failure.
@@ -174,6 +155,14 @@ pub struct Step {
     pub ns: u64,
 }
 
+impl Step {
+    #[must_use]
+    pub fn list(steps: &Steps) -> Vec<Self> {
+        let nanoseconds = |took: &Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        steps.0.iter().map(|(name, took)| Self { name: name.to_string(), ns: nanoseconds(took) }).collect()
+    }
+}
+
 /// A zygote was made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frozen {
@@ -181,8 +170,6 @@ pub struct Frozen {
     pub pid: u32,
     /// From the vCPUs parked to the vCPUs running again.
     pub vcpu_pause_ns: u64,
-    /// Estimate of the RAM that a persist would write.
-    pub private_bytes: u64,
     /// In order.
     pub steps: Vec<Step>,
 }
@@ -211,15 +198,6 @@ pub struct Persisted {
     pub digest: [u8; 32],
 }
 
-/// What a monitor uses.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stats {
-    /// Exits of all vCPUs to the monitor since it was thawed or booted.
-    pub exits: u64,
-    /// Bytes of the guest's console that were dropped because it writes too fast.
-    pub console_dropped: u64,
-}
-
 impl Request {
     /// For messages to people.
     #[must_use]
@@ -230,12 +208,10 @@ impl Request {
             Self::Load(_) => "Load",
             Self::Pause => "Pause",
             Self::Resume => "Resume",
-            Self::Freeze(_) => "Freeze",
+            Self::Freeze => "Freeze",
             Self::Thaw(_) => "Thaw",
             Self::Persist => "Persist",
             Self::Layers => "Layers",
-            Self::Stats => "Stats",
-            Self::Stop => "Stop",
         }
     }
 
@@ -266,7 +242,7 @@ impl Request {
                 one(Role::Console),
             ],
             Self::Load(_) => vec![one(Role::Kvm), one(Role::Memory), one(Role::State)],
-            Self::Freeze(_) => vec![one(Role::Control), one(Role::Top), maybe(Role::Stderr)],
+            Self::Freeze => vec![one(Role::Control), one(Role::Top), maybe(Role::Stderr)],
             Self::Thaw(_) => vec![
                 one(Role::Listener),
                 LAYERS,
@@ -282,9 +258,9 @@ impl Request {
                 vec![one(Role::Memory), one(Role::State), one(Role::Pagemap), maybe(Role::Control)]
             }
             Self::Layers => vec![Want { least: 0, ..LAYERS }],
-            Self::Hello | Self::Pause | Self::Resume | Self::Stats | Self::Stop => vec![],
+            Self::Hello | Self::Pause | Self::Resume => vec![],
         };
-        if matches!(self, Self::Boot(_) | Self::Thaw(_) | Self::Freeze(_)) {
+        if matches!(self, Self::Boot(_) | Self::Thaw(_) | Self::Freeze) {
             wants.extend(tops);
         }
         if matches!(self, Self::Boot(_) | Self::Thaw(_) | Self::Layers) {

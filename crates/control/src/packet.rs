@@ -1,27 +1,24 @@
 //! Bytes of a packet.
 //!
 //! ```text
-//!   0     4        6         8         12
-//!   KMON  version  reserved  length    body: postcard
-//!         u16      0         u32       (numbers little-endian)
+//!   0     4        8         12
+//!   KMON  version  length    body: postcard
+//!         u32      u32       (numbers little-endian)
 //! ```
 //!
-//! The header is the same in every version, so that each side can tell the other's version whatever follows.
+//! The header is the same in every version, so each side can tell the version of the other from any packet.
 
-use crate::{ControlError, Reply, Request, Result, descriptors::Role, error::malformed};
+use crate::{ControlError, Reply, Request, Result, Role, VERSION, error::malformed};
+use keiki_sys::frame::{Frame, FrameError, Length};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-/// Version of the messages. Both sides must have the same.
-pub const VERSION: u16 = 3;
 /// The longest packet.
 pub const MAX_PACKET: usize = 64 * 1024;
 /// The most descriptors of a packet.
 pub const MAX_DESCRIPTORS: usize = 96;
 
-const MAGIC: [u8; 4] = *b"KMON";
-const HEADER: usize = 12;
+const FRAME: Frame = Frame { magic: b"KMON", version: VERSION, length: Length::U32, checksum: None };
 
-/// What a request's packet holds.
 #[derive(Serialize, Deserialize)]
 struct Envelope {
     request: Request,
@@ -30,18 +27,12 @@ struct Envelope {
 }
 
 /// A request with the roles of its descriptors.
-///
-/// # Errors
-/// If it is too long.
 pub fn encode_request(request: &Request, roles: &[Role]) -> Result<Vec<u8>> {
     // Cloned: a request is small, and one schema for both directions cannot drift.
     encode(&Envelope { request: request.clone(), roles: roles.to_vec() })
 }
 
-/// The reverse. Any bytes may come.
-///
-/// # Errors
-/// [`ControlError::Version`] and [`ControlError::Malformed`].
+/// The reverse of [`encode_request`]. Accepts any bytes.
 pub fn decode_request(packet: &[u8]) -> Result<(Request, Vec<Role>)> {
     let Envelope { request, roles } = decode(packet)?;
     if roles.len() > MAX_DESCRIPTORS {
@@ -50,51 +41,29 @@ pub fn decode_request(packet: &[u8]) -> Result<(Request, Vec<Role>)> {
     Ok((request, roles))
 }
 
-/// A reply.
-///
-/// # Errors
-/// If it is too long.
 pub fn encode_reply(reply: &Reply) -> Result<Vec<u8>> {
     encode(reply)
 }
 
-/// The reverse. Any bytes may come.
-///
-/// # Errors
-/// [`ControlError::Version`] and [`ControlError::Malformed`].
+/// The reverse of [`encode_reply`]. Accepts any bytes.
 pub fn decode_reply(packet: &[u8]) -> Result<Reply> {
     decode(packet)
 }
 
 fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     let body = postcard::to_stdvec(message).map_err(|error| ControlError::Malformed(error.to_string()))?;
-    let length = u32::try_from(body.len()).unwrap_or(u32::MAX);
-    if body.len() > MAX_PACKET - HEADER {
-        return malformed(format!("it has {length} bytes, more than {}", MAX_PACKET - HEADER));
+    let packet = FRAME.encode(&body);
+    if packet.len() > MAX_PACKET {
+        return malformed(format!("it has {} bytes, more than {MAX_PACKET}", packet.len()));
     }
-    let [version, reserved] = [VERSION, 0].map(u16::to_le_bytes);
-    Ok([&MAGIC[..], &version, &reserved, &length.to_le_bytes(), &body].concat())
+    Ok(packet)
 }
 
 fn decode<T: DeserializeOwned>(packet: &[u8]) -> Result<T> {
-    let Some((header, body)) = packet.split_first_chunk::<HEADER>() else {
-        return malformed(format!("it has {} bytes, fewer than its header", packet.len()));
-    };
-    let [m0, m1, m2, m3, v0, v1, r0, r1, l0, l1, l2, l3] = *header;
-    if [m0, m1, m2, m3] != MAGIC {
-        return malformed("it does not begin as one");
-    }
-    let theirs = u16::from_le_bytes([v0, v1]);
-    if theirs != VERSION {
-        return Err(ControlError::Version { theirs });
-    }
-    if [r0, r1] != [0, 0] {
-        return malformed("its reserved bytes are not zero");
-    }
-    let length = u32::from_le_bytes([l0, l1, l2, l3]);
-    if usize::try_from(length).ok() != Some(body.len()) {
-        return malformed(format!("its header says {length} bytes, it has {}", body.len()));
-    }
+    let body = FRAME.decode(packet).map_err(|error| match error {
+        FrameError::Version { theirs, .. } => ControlError::Version { theirs },
+        error => ControlError::Malformed(format!("it {error}")),
+    })?;
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Ok(message),
         Ok((_, rest)) => malformed(format!("{} bytes are left over", rest.len())),

@@ -1,7 +1,7 @@
 //! The fuzz target of the control socket without a fuzzer: one seed for each message.
 //!
 //! The seeds are also what the messages are: a change that reads one of them otherwise needs another
-//! [`keiki_control::packet::VERSION`], and new seeds (`KEIKI_WRITE_SEEDS=1`).
+//! [`keiki_control::VERSION`], and new seeds (`KEIKI_WRITE_SEEDS=1`).
 
 #[path = "../../../fuzz/bodies/control.rs"]
 mod control;
@@ -9,8 +9,8 @@ mod control;
 mod seeds;
 
 use keiki_control::{
-    Boot, Cpu, Devices, Disk, FailureKind, Freeze, Frozen, Hello, Load, Persisted, Reply, Request, Role,
-    Shape, Stage, Stats, Step, Thaw, Thawed,
+    Boot, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape, Stage,
+    Step, Thaw, Thawed,
     packet::{encode_reply, encode_request},
 };
 use std::path::{Path, PathBuf};
@@ -22,31 +22,25 @@ fn messages() -> Vec<(String, Vec<u8>)> {
         agent_port: "agent".into(),
         disks: vec![Disk { read_only: true }],
     };
-    let boot = Boot { shape, cmdline: "quiet".into(), cpu: Cpu::Baseline, devices, generation: [7; 16] };
+    let boot = Boot { shape, cmdline: "quiet".into(), devices, generation: [7; 16] };
     let requests = [
         Request::Hello,
         Request::Boot(boot),
         Request::Load(Load { shape, digest: [9; 32] }),
         Request::Pause,
         Request::Resume,
-        Request::Freeze(Freeze {}),
+        Request::Freeze,
         Request::Thaw(Thaw { generation: [8; 16] }),
         Request::Persist,
         Request::Layers,
-        Request::Stats,
-        Request::Stop,
     ];
     let steps = vec![Step { name: "fork".into(), ns: 1_000_000 }];
     let replies = [
         ("hello", Reply::Hello(Hello { stage: Stage::Zygote, paused: true, generation: 3, layers: 2 })),
         ("done", Reply::Done),
-        (
-            "frozen",
-            Reply::Frozen(Frozen { pid: 77, vcpu_pause_ns: 900, private_bytes: 4096, steps: steps.clone() }),
-        ),
+        ("frozen", Reply::Frozen(Frozen { pid: 77, vcpu_pause_ns: 900, steps: steps.clone() })),
         ("thawed", Reply::Thawed(Thawed { pid: 78, generation: [8; 16], steps })),
         ("persisted", Reply::Persisted(Persisted { pages: 5, zeroed: 6, state_bytes: 7, digest: [1; 32] })),
-        ("stats", Reply::Stats(Stats { exits: 1, console_dropped: 2 })),
         ("failed", Reply::Failed { kind: FailureKind::NoSpace, sentence: "the store is full".into() }),
     ];
     let roles = |request: &Request| -> Vec<Role> { request.wants().iter().map(|want| want.role).collect() };

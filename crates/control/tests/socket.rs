@@ -1,7 +1,7 @@
 //! Both ends of a control socket, and what does not belong on it.
 
 use keiki_control::{
-    Client, ControlError, Freeze, Hello, Reply, Request, Role, Server, Stage, accept, listen, packet,
+    Client, ControlError, Hello, Reply, Request, Role, Server, Stage, accept, listen, packet,
 };
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, sendmsg,
@@ -64,7 +64,7 @@ fn a_request_brings_its_descriptors_and_the_reply_its_sender() -> Tested {
     let mut server = Server::new(theirs)?;
     let monitor = thread::spawn(move || -> Result<(), ControlError> {
         let (request, mut files) = server.receive()?.ok_or(ControlError::Closed)?;
-        assert_eq!(request, Request::Freeze(Freeze {}));
+        assert_eq!(request, Request::Freeze);
         let mut top = File::from(files.take(Role::Top)?);
         assert!(
             rustix::io::fcntl_getfd(&top)
@@ -80,7 +80,7 @@ fn a_request_brings_its_descriptors_and_the_reply_its_sender() -> Tested {
     let (mut reader, writer) = std::io::pipe()?;
     let (control, _other) = std::io::pipe()?;
     let files = [(Role::Top, writer.as_fd()), (Role::Control, control.as_fd())];
-    let answer = client.call(&Request::Freeze(Freeze {}), &files, PATIENCE)?;
+    let answer = client.call(&Request::Freeze, &files, PATIENCE)?;
     assert_eq!((answer.reply, answer.pid), (hello(), std::process::id()));
     drop((client, writer));
     monitor.join().map_err(|_| "the monitor's side failed")??;
@@ -119,7 +119,7 @@ fn roles_that_are_missing_unknown_or_too_many_are_refused_by_name() -> Tested {
     let null = File::open("/dev/null")?;
     let refused = |files: &[Role], client: &mut Client| {
         let files: Vec<_> = files.iter().map(|role| (*role, null.as_fd())).collect();
-        client.call(&Request::Freeze(Freeze {}), &files, PATIENCE).expect_err("it was sent").to_string()
+        client.call(&Request::Freeze, &files, PATIENCE).expect_err("it was sent").to_string()
     };
     assert_eq!(
         refused(&[Role::Top], &mut client),
@@ -142,7 +142,7 @@ fn roles_that_are_missing_unknown_or_too_many_are_refused_by_name() -> Tested {
         (vec![Role::Top, Role::Control], 3, "names 2 descriptors and has 3"),
         (vec![Role::Top; 97], 1, "more than 96 descriptors"),
     ] {
-        let packet = packet::encode_request(&Request::Freeze(Freeze {}), &roles)?;
+        let packet = packet::encode_request(&Request::Freeze, &roles)?;
         send_raw(&raw, &packet, &vec![null.as_fd(); count])?;
         let error = server.receive().expect_err("it was taken").to_string();
         assert!(error.contains(clause), "{error}");
@@ -184,7 +184,7 @@ fn another_version_is_answered_with_a_sentence() -> Tested {
     let Reply::Failed { sentence, .. } = packet::decode_reply(&answer[..length])? else {
         panic!("no refusal")
     };
-    let here = packet::VERSION;
+    let here = keiki_control::VERSION;
     let said =
         format!("the other side of the control socket speaks version 200, this program version {here}");
     assert_eq!(sentence, said);

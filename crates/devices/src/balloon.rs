@@ -55,11 +55,6 @@ impl Balloon {
         Self { discard, target_pages: 0, actual_pages: 0, reporting: false }
     }
 
-    /// What the guest shall give up, in pages of 4 KiB. The caller then says that the configuration changed.
-    pub fn set_target_pages(&mut self, pages: u32) {
-        self.target_pages = pages;
-    }
-
     /// What the guest says it gave up.
     pub fn actual_pages(&self) -> u32 {
         self.actual_pages

@@ -4,6 +4,7 @@
 //! is copied over the first and the rest cut off. Bytes come in at a bounded rate ([`RATE`]); those beyond it are
 //! counted and a line says how many are missing.
 
+use keiki_sys::bucket::TokenBucket;
 use std::{
     fs::File,
     io::{self, Write},
@@ -17,6 +18,8 @@ pub const KEPT: u64 = 128 * 1024;
 pub const RATE: u64 = 64 * 1024;
 /// Bytes at once.
 pub const BURST: u64 = 512 * 1024;
+/// The rate comes in portions a second: a guest that never stops writing gets whole lines, then a gap.
+const PORTIONS: u64 = 4;
 /// Bytes collected before they are written, if no line ends.
 const LINE: usize = 512;
 
@@ -27,30 +30,16 @@ pub struct ConsoleLog {
     file: Option<File>,
     len: u64,
     line: Vec<u8>,
-    left: u64,
+    bucket: TokenBucket,
     missing: u64,
-    dropped: u64,
-    refilled: Instant,
 }
 
 impl ConsoleLog {
     /// On a file that is open for reading and writing; goes on after what it holds.
     pub fn new(file: Option<File>) -> io::Result<Self> {
         let len = file.as_ref().map_or(Ok(0), |file| file.metadata().map(|meta| meta.len()))?;
-        Ok(Self {
-            file,
-            len,
-            line: Vec::with_capacity(LINE),
-            left: BURST,
-            missing: 0,
-            dropped: 0,
-            refilled: Instant::now(),
-        })
-    }
-
-    /// Bytes that came too fast and were left out, in all.
-    pub fn dropped(&self) -> u64 {
-        self.dropped
+        let bucket = TokenBucket::new(BURST, RATE / PORTIONS, Duration::from_secs(1) / PORTIONS as u32);
+        Ok(Self { file, len, line: Vec::with_capacity(LINE), bucket, missing: 0 })
     }
 
     /// Says something of the monitor's own, on a line of its own, whatever the guest used up.
@@ -62,16 +51,9 @@ impl ConsoleLog {
 
     /// A byte of the guest's.
     fn push(&mut self, byte: u8, now: Instant) {
-        if self.left == 0 {
-            self.refill(now);
-        }
-        match self.left.checked_sub(1) {
-            Some(left) => self.left = left,
-            None => {
-                self.missing = self.missing.saturating_add(1);
-                self.dropped = self.dropped.saturating_add(1);
-                return;
-            }
+        if !self.bucket.take(now) {
+            self.missing = self.missing.saturating_add(1);
+            return;
         }
         if self.missing > 0 {
             let missing = std::mem::take(&mut self.missing);
@@ -80,15 +62,6 @@ impl ConsoleLog {
         self.line.push(byte);
         if byte == b'\n' || self.line.len() >= LINE {
             self.write_line();
-        }
-    }
-
-    fn refill(&mut self, now: Instant) {
-        let elapsed = now.saturating_duration_since(self.refilled).min(Duration::from_secs(60));
-        let earned = RATE * elapsed.as_millis() as u64 / 1000;
-        // In portions: a guest that writes without an end gets its lines whole, then a gap.
-        if earned >= RATE / 4 {
-            (self.left, self.refilled) = (earned.min(BURST), now);
         }
     }
 
@@ -144,7 +117,7 @@ impl Drop for ConsoleLog {
 
 #[cfg(test)]
 mod tests {
-    use super::{BURST, ConsoleLog, KEPT, RATE};
+    use super::{BURST, ConsoleLog, KEPT, RATE, TokenBucket};
     use std::{
         io::Write,
         time::{Duration, Instant},
@@ -164,7 +137,7 @@ mod tests {
         let mut log = ConsoleLog::new(Some(file.try_clone().unwrap())).unwrap();
         for nth in 0..50_000 {
             writeln!(log, "{nth:07}").unwrap();
-            log.left = BURST;
+            log.bucket = TokenBucket::new(BURST, 0, Duration::from_secs(1));
         }
         let text = text(&mut file);
         let numbers: Vec<u32> = text.lines().map(|line| line.parse().unwrap()).collect();
@@ -182,7 +155,7 @@ mod tests {
         assert_eq!(log.missing, 1000);
         let later = start + Duration::from_secs(1);
         (0..RATE + 7).for_each(|_| log.push(b'y', later));
-        assert_eq!((log.missing, log.dropped()), (7, 1007));
+        assert_eq!(log.missing, 7);
         log.say("the end");
         let text = text(&mut file);
         assert!(text.contains("[1000 bytes left out]") && text.ends_with("[the end]\n"));

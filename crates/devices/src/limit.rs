@@ -1,5 +1,6 @@
 //! Log lines that a guest can cause, at a bounded rate.
 
+use keiki_sys::bucket::TokenBucket;
 use std::{
     fmt,
     io::{self, Write},
@@ -7,7 +8,7 @@ use std::{
 };
 
 /// Lines that may come at once.
-const BURST: u32 = 8;
+const BURST: u64 = 8;
 /// After that, one in this time.
 const INTERVAL: Duration = Duration::from_secs(30);
 
@@ -16,15 +17,14 @@ const INTERVAL: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub struct Limit {
     name: &'static str,
-    left: u32,
+    bucket: TokenBucket,
     suppressed: u64,
-    refilled: Instant,
 }
 
 impl Limit {
     /// For the device of this name.
     pub fn new(name: &'static str) -> Self {
-        Self { name, left: BURST, suppressed: 0, refilled: Instant::now() }
+        Self { name, bucket: TokenBucket::new(BURST, 1, INTERVAL), suppressed: 0 }
     }
 
     /// Says it, or counts it.
@@ -38,21 +38,11 @@ impl Limit {
 
     /// Whether a line may be said now, and how many were not since the last.
     fn admit(&mut self, now: Instant) -> Option<u64> {
-        let earned = now.saturating_duration_since(self.refilled).as_secs() / INTERVAL.as_secs();
-        if earned > 0 {
-            self.left = BURST.min(self.left.saturating_add(u32::try_from(earned).unwrap_or(BURST)));
-            self.refilled = now;
+        if self.bucket.take(now) {
+            return Some(std::mem::take(&mut self.suppressed));
         }
-        match self.left.checked_sub(1) {
-            Some(left) => {
-                self.left = left;
-                Some(std::mem::take(&mut self.suppressed))
-            }
-            None => {
-                self.suppressed = self.suppressed.saturating_add(1);
-                None
-            }
-        }
+        self.suppressed = self.suppressed.saturating_add(1);
+        None
     }
 }
 
@@ -67,7 +57,7 @@ mod tests {
         let start = Instant::now();
         let said = (0..10_000).filter(|_| limit.admit(start).is_some()).count();
         assert_eq!(said, BURST as usize);
-        assert_eq!(limit.admit(start + INTERVAL), Some(10_000 - u64::from(BURST)));
+        assert_eq!(limit.admit(start + INTERVAL), Some(10_000 - BURST));
         assert_eq!(limit.admit(start + INTERVAL), None);
     }
 }

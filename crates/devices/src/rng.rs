@@ -9,6 +9,7 @@ use crate::{
     virtio::{Fault, Interest, Rings, Served, VirtioDevice},
     watch::Watcher,
 };
+use keiki_sys::bucket::TokenBucket;
 use rustix::{
     rand::{GetRandomFlags, getrandom},
     time::{
@@ -41,8 +42,7 @@ const VERSION: u16 = 1;
 pub struct Rng {
     timer: OwnedFd,
     waiting: bool,
-    left: usize,
-    tick: Instant,
+    bucket: TokenBucket,
 }
 
 impl Rng {
@@ -50,7 +50,7 @@ impl Rng {
     pub fn new() -> io::Result<Self> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        Ok(Self { timer, waiting: false, left: PER_TICK, tick: Instant::now() })
+        Ok(Self { timer, waiting: false, bucket: TokenBucket::new(PER_TICK as u64, PER_TICK as u64, TICK) })
     }
 
     fn wait(&mut self) -> io::Result<()> {
@@ -91,23 +91,19 @@ impl VirtioDevice for Rng {
 
     fn process_queue(&mut self, queue: usize, rings: &mut Rings) -> Result<(), Fault> {
         let now = Instant::now();
-        if now.saturating_duration_since(self.tick) >= TICK {
-            (self.left, self.tick) = (PER_TICK, now);
-        }
-        let (mut left, mut failed, mut late) = (self.left, None, false);
+        let (bucket, mut failed, mut late) = (&mut self.bucket, None, false);
         rings.serve(queue, |memory, chain| {
-            if left == 0 {
+            let mut bytes = [0; MAX_REQUEST];
+            let wanted = (chain.writable_len() as u64).min(MAX_REQUEST as u64);
+            let granted = bucket.take_up_to(wanted, now);
+            if granted == 0 && wanted > 0 {
                 late = true;
                 return Served::Later;
             }
-            let mut bytes = [0; MAX_REQUEST];
-            let wanted =
-                usize::try_from(chain.writable_len()).unwrap_or(MAX_REQUEST).min(MAX_REQUEST).min(left);
-            let Some(bytes) = bytes.get_mut(..wanted) else { return Served::Done(0) };
+            let Some(bytes) = bytes.get_mut(..granted as usize) else { return Served::Done(0) };
             match getrandom(&mut *bytes, GetRandomFlags::empty()) {
                 // Up to 256 bytes come whole; a longer request may be interrupted, and is then answered with less.
                 Ok(got) => {
-                    left -= got.min(left);
                     let got = bytes.get(..got).unwrap_or_default();
                     Served::Done(chain.write(memory, 0, got) as u32)
                 }
@@ -117,7 +113,6 @@ impl VirtioDevice for Rng {
                 }
             }
         })?;
-        self.left = left;
         if let Some(error) = failed {
             rings.warn(format_args!("the kernel gives no entropy: {error}"));
         }

@@ -76,11 +76,6 @@ impl Serial {
         Self { uart, interrupt }
     }
 
-    /// Bytes that the guest wrote too fast, in all. Not part of the state: each copy counts its own.
-    pub fn dropped(&self) -> u64 {
-        self.uart.writer().0.as_ref().map_or(0, ConsoleLog::dropped)
-    }
-
     /// Says something of the monitor's own in the log.
     pub fn say(&mut self, text: &str) {
         if let Some(log) = &mut self.uart.writer_mut().0 {

@@ -103,7 +103,9 @@ impl fmt::Display for FrameError {
         match self {
             Self::Short { bytes } => write!(f, "is cut short: it has {bytes} bytes, fewer than its header"),
             Self::Magic => write!(f, "has the wrong first bytes"),
-            Self::Version { theirs, ours } => write!(f, "has version {theirs}, expected version {ours}"),
+            Self::Version { theirs, ours } => {
+                write!(f, "has version {theirs}, this program reads version {ours}")
+            }
             Self::Length { header, bytes } => {
                 write!(f, "is cut short or too long: its header says {header} bytes, it has {bytes}")
             }

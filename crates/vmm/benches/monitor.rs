@@ -101,7 +101,7 @@ fn writing(place: &Place, mib: u32, dirty: u32, over: Over) -> Monitor {
     let (mut zygote, _) = place.freeze(&mut machine);
     machine.kill();
     let (stored, _) = place.persist(&mut zygote, None);
-    zygote.stop();
+    zygote.close();
     let shape = Shape { vcpus: 1, memory_mib: mib };
     let mut loaded = place.load(&Stored { shape, ..stored });
     let mut machine = place.thaw(&mut loaded);
@@ -219,7 +219,7 @@ fn first_exit(place: &Place, report: &mut Report) {
         let started = Instant::now();
         let (mut zygote, _) = place.freeze(&mut machine);
         let (mut copy, thawed) = place.try_thaw(&mut zygote).unwrap();
-        while !matches!(copy.call(&Request::Stats), Reply::Stats(stats) if stats.exits > 0) {}
+        while copy.console().is_empty() {}
         whole.push(ms(started.elapsed()));
         for step in thawed.steps {
             steps.entry(step.name).or_default().push(step.ns as f64 / 1e6);

@@ -31,10 +31,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 use vm_memory::GuestAddress;
@@ -132,7 +129,6 @@ pub struct Board {
     devices: Vec<Shared>,
     /// The root disk, then further ones.
     disks: Vec<Arc<Mutex<Mmio<Block>>>>,
-    serial: Arc<Mutex<Serial>>,
     power: Arc<Mutex<Power>>,
     generation: Arc<Mutex<VmGenId>>,
     bus: Arc<Bus>,
@@ -195,14 +191,8 @@ impl Board {
                 device: power.clone(),
             },
         ];
-        let bus = Arc::new(Bus { windows, ports, exits: AtomicU64::new(0) });
-        Ok(Self { devices, disks, serial, power, generation, bus })
-    }
-
-    /// Bytes of the guest's console that came too fast.
-    #[must_use]
-    pub fn console_dropped(&self) -> u64 {
-        lock(&self.serial).dropped()
+        let bus = Arc::new(Bus { windows, ports });
+        Ok(Self { devices, disks, power, generation, bus })
     }
 
     /// What the guest wants of its machine, if it said so.
@@ -384,18 +374,10 @@ struct Ports {
 pub struct Bus {
     windows: Vec<Window>,
     ports: Vec<Ports>,
-    exits: AtomicU64,
 }
 
 impl Bus {
-    /// Accesses served.
-    #[must_use]
-    pub fn exits(&self) -> u64 {
-        self.exits.load(Ordering::Relaxed)
-    }
-
     fn at_address(&self, address: u64, len: usize) -> Option<(&Window, u64)> {
-        self.exits.fetch_add(1, Ordering::Relaxed);
         let (device, offset) = layout::device_at(address)?;
         // An access that reaches into the next window belongs to nobody.
         let inside = offset + len as u64 <= layout::WINDOW;
@@ -403,7 +385,6 @@ impl Bus {
     }
 
     fn at_port(&self, port: u16) -> Option<(&Shared, u64)> {
-        self.exits.fetch_add(1, Ordering::Relaxed);
         let ports = self.ports.iter().find(|ports| (ports.first..=ports.last).contains(&port))?;
         Some((&ports.device, ports.offset + u64::from(port - ports.first)))
     }

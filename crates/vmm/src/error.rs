@@ -56,20 +56,8 @@ impl Error {
 
     /// As the node hears it: one sentence with its causes.
     pub(crate) fn reply(&self) -> Reply {
-        Reply::Failed { kind: self.kind(), sentence: sentence(self) }
+        Reply::Failed { kind: self.kind(), sentence: keiki_sys::error_chain(self) }
     }
-}
-
-/// An error and what caused it, in one line.
-pub(crate) fn sentence(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text += ": ";
-        text += &error.to_string();
-        cause = error.source();
-    }
-    text
 }
 
 fn is_full(error: &(dyn std::error::Error + 'static)) -> bool {

@@ -18,12 +18,16 @@ use keiki_hv::{
     cpuid::{CPU_MODEL, CpuModel},
     state::{VCPU_STATE, VM_STATE, VcpuState, VmState},
 };
+use keiki_sys::frame::{Frame, Length};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{fs::File, io::Read};
 
-const MAGIC: [u8; 8] = *b"KEIKIVM\n";
-const VERSION: u32 = 1;
-const HEADER: usize = 52;
+const FRAME: Frame = Frame {
+    magic: b"KEIKIVM\n",
+    version: 1,
+    length: Length::U64,
+    checksum: Some(|body| *blake3::hash(body).as_bytes()),
+};
 /// A machine of 32 vCPUs has less than 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
 /// More parts than any machine has.
@@ -90,13 +94,7 @@ impl Frozen {
         }
         parts.extend(self.devices.iter().cloned());
         let body = postcard::to_stdvec(&parts).map_err(|error| Error::Invalid(format!("state: {error}")))?;
-        let mut bytes = Vec::with_capacity(HEADER + body.len());
-        bytes.extend(MAGIC);
-        bytes.extend(VERSION.to_le_bytes());
-        bytes.extend((body.len() as u64).to_le_bytes());
-        bytes.extend(blake3::hash(&body).as_bytes());
-        bytes.extend(body);
-        Ok(bytes)
+        Ok(FRAME.encode(&body))
     }
 
     /// Reads a state file that must have this digest.
@@ -124,7 +122,7 @@ impl Frozen {
     /// # Errors
     /// A sentence that says what is wrong.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let body = body(bytes)?;
+        let body = FRAME.decode(bytes).map_err(|error| Error::Refused(format!("the state file {error}")))?;
         // How many there are comes first; counted before they are parsed.
         let count = postcard::take_from_bytes::<u64>(body).map_or(0, |(count, _)| count);
         if count > MAX_PARTS {
@@ -170,36 +168,6 @@ impl Frozen {
 
 fn refused<T>(text: String) -> Result<T> {
     Err(Error::Refused(text))
-}
-
-/// Checks everything around the parts.
-fn body(bytes: &[u8]) -> Result<&[u8]> {
-    let Some((header, body)) = bytes.split_at_checked(HEADER) else {
-        return refused(format!("the state file is cut short: it has {} bytes", bytes.len()));
-    };
-    let (magic, rest) = header.split_at(8);
-    let (version, rest) = rest.split_at(4);
-    let (length, sum) = rest.split_at(8);
-    if magic != MAGIC {
-        return refused("the state file does not begin as one".into());
-    }
-    let version = version.try_into().map_or(0, u32::from_le_bytes);
-    if version != VERSION {
-        return refused(format!(
-            "the state file has version {version}, this monitor reads version {VERSION}"
-        ));
-    }
-    let length = length.try_into().map_or(0, u64::from_le_bytes);
-    if length != body.len() as u64 {
-        return refused(format!(
-            "the state file is cut short or too long: its header says {length} bytes, it has {}",
-            body.len()
-        ));
-    }
-    if blake3::hash(body).as_bytes().as_slice() != sum {
-        return refused("the state file is damaged: its checksum differs".into());
-    }
-    Ok(body)
 }
 
 fn part(kind: &'static str, version: u16, fields: &impl Serialize) -> Result<State> {
@@ -276,15 +244,11 @@ mod tests {
 
     /// A file whose checksum is right, whatever its parts.
     fn file(parts: &[State]) -> Vec<u8> {
-        let body = postcard::to_stdvec(parts).unwrap();
-        let mut bytes = [&MAGIC[..], &VERSION.to_le_bytes(), &(body.len() as u64).to_le_bytes()].concat();
-        bytes.extend(blake3::hash(&body).as_bytes());
-        bytes.extend(body);
-        bytes
+        FRAME.encode(&postcard::to_stdvec(parts).unwrap())
     }
 
     fn parts() -> Vec<State> {
-        postcard::from_bytes(&frozen().to_bytes().unwrap()[HEADER..]).unwrap()
+        postcard::from_bytes(&frozen().to_bytes().unwrap()[FRAME.header_len()..]).unwrap()
     }
 
     fn refused(parts: &[State]) -> String {
@@ -325,7 +289,8 @@ mod tests {
         }
         let error = Frozen::from_bytes(&with(MAX_DISKS + 1).to_bytes().unwrap()).unwrap_err();
         assert_eq!(error.to_string(), "the state file is of a machine with 9 further disks");
-        let mut parts: Vec<State> = postcard::from_bytes(&with(1).to_bytes().unwrap()[HEADER..]).unwrap();
+        let mut parts: Vec<State> =
+            postcard::from_bytes(&with(1).to_bytes().unwrap()[FRAME.header_len()..]).unwrap();
         parts[5].version = 77;
         assert!(refused(&parts).contains("version 77"));
         parts[5].version = DISKS_VERSION;
@@ -385,9 +350,9 @@ mod tests {
             let changed = bytes[at] != value;
             bytes[at] = value;
             bytes.truncate(if sum { bytes.len() } else { cut.index(bytes.len()) + 1 });
-            if sum && bytes.len() > HEADER {
-                let body = blake3::hash(&bytes[HEADER..]);
-                bytes[20..HEADER].copy_from_slice(body.as_bytes());
+            if sum && bytes.len() > FRAME.header_len() {
+                let body = blake3::hash(&bytes[FRAME.header_len()..]);
+                bytes[20..FRAME.header_len()].copy_from_slice(body.as_bytes());
             }
             let read = Frozen::from_bytes(&bytes);
             if !sum && changed {

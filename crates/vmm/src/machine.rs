@@ -13,13 +13,14 @@ use crate::{
     process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
     zygote::Zygote,
 };
-use keiki_control::{self as control, Boot, Cpu, Descriptors, Reply, Request, Role, Server, Stage, Step};
+use keiki_control::{self as control, Boot, Descriptors, Reply, Request, Role, Server, Stage, Step};
 use keiki_devices::{Event, disk::Top, power::Ending};
 use keiki_hv::{
     Cpus, End, GuestRam, HugePages, Kvm, Vm,
     cpuid::{Baseline, CpuModel},
     fork::{Side, fork},
 };
+use keiki_sys::stopwatch::Stopwatch;
 use rustix::event::{PollFd, PollFlags, poll};
 use std::{
     fs::File,
@@ -69,33 +70,6 @@ impl Heritage {
     }
 }
 
-/// Steps of a piece of work and what each took.
-pub struct Clock {
-    last: Instant,
-    steps: Vec<Step>,
-}
-
-impl Clock {
-    /// Starts now.
-    #[must_use]
-    pub fn start() -> Self {
-        Self { last: Instant::now(), steps: Vec::new() }
-    }
-
-    /// A step is done.
-    pub fn step(&mut self, name: &str) {
-        let now = Instant::now();
-        self.steps.push(Step { name: name.into(), ns: nanoseconds(now - self.last) });
-        self.last = now;
-    }
-
-    /// All steps.
-    #[must_use]
-    pub fn steps(self) -> Vec<Step> {
-        self.steps
-    }
-}
-
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -114,11 +88,7 @@ impl Machine {
         let resources = Resources::take(descriptors, &boot.devices.disks)?;
         let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::Advise)?;
         let config = Config { shape: boot.shape, devices: boot.devices.clone() };
-        let baseline = match boot.cpu {
-            Cpu::Baseline => Baseline::Baseline,
-            Cpu::Host => Baseline::Host,
-        };
-        let cpu = CpuModel::new(&kvm, baseline, cpu_count)?;
+        let cpu = CpuModel::new(&kvm, Baseline::Baseline, cpu_count)?;
         let mut machine =
             Self::assemble(kvm, &ram, config, cpu, resources, Heritage::default(), |_, board, vcpus| {
                 let spec = boot::Spec {
@@ -148,7 +118,7 @@ impl Machine {
         resources: Resources,
         generation: [u8; 16],
         mut heritage: Heritage,
-        clock: &mut Clock,
+        watch: &mut Stopwatch,
     ) -> Result<Self> {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
         if let Some(list) = &resources.pages {
@@ -156,25 +126,25 @@ impl Machine {
         }
         let first = heritage.first.clone();
         let mut machine = Self::assemble(kvm, ram, config, cpu, resources, heritage, |vm, board, vcpus| {
-            clock.step("kvm");
+            watch.lap("kvm");
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
             }
             vm.restore(&frozen.vm)?;
-            clock.step("vcpus");
+            watch.lap("vcpus");
             board.restore(&frozen.devices)?;
             board.renew(generation)?;
-            clock.step("devices");
+            watch.lap("devices");
             if let Some((first, vcpu)) = first.as_ref().zip(vcpus.first()) {
                 // Without them it is slower only.
                 let _ = first.give(ram, vcpu);
-                clock.step("pages");
+                watch.lap("pages");
             }
             Ok(())
         })?;
         machine.vm.set_clock(&frozen.vm)?;
         machine.run()?;
-        clock.step("run");
+        watch.lap("run");
         Ok(machine)
     }
 
@@ -310,14 +280,11 @@ impl Machine {
             Request::Pause => self.pause().map(|()| Reply::Done),
             Request::Resume => self.resume().map(|()| Reply::Done),
             Request::Layers => self.layers(&mut descriptors).map(|()| Reply::Done),
-            Request::Stats => Ok(self.stats()),
-            Request::Freeze(_) => match self.freeze(&mut descriptors) {
+            Request::Freeze => match self.freeze(&mut descriptors) {
                 Ok(Frost::Zygote(zygote)) => return Some(zygote),
                 Ok(Frost::Machine(reply)) => Ok(reply),
                 Err(error) => Err(error),
             },
-            // The disk is left to the guest: it was flushed where the guest flushed it.
-            Request::Stop => exit_with(0),
             other => Err(Error::Invalid(format!("{} is not for a machine", other.name()))),
         };
         let reply = reply.unwrap_or_else(|error| error.reply());
@@ -335,11 +302,6 @@ impl Machine {
             generation: self.heritage.forks,
             layers: u32::try_from(layers).unwrap_or(u32::MAX),
         }))
-    }
-
-    fn stats(&self) -> Reply {
-        let (exits, console_dropped) = (self.board.bus().exits(), self.board.console_dropped());
-        Reply::Stats(control::Stats { exits, console_dropped })
     }
 
     fn pause(&mut self) -> Result<()> {
@@ -379,7 +341,7 @@ impl Machine {
         let control = descriptors.take(Role::Control)?;
         let stderr = descriptors.take_if_any(Role::Stderr);
         let files = self.new_tops(descriptors)?;
-        let mut clock = Clock::start();
+        let mut watch = Stopwatch::start();
         let was_paused = self.paused;
         // Ahead of the pause: what the guest wrote and did not flush.
         let mut tops = Vec::new();
@@ -388,22 +350,22 @@ impl Machine {
             flushed.map_err(Error::host("flushing the disk"))?;
             tops.push((number, self.board.with_disk(number, |disk| disk.prepare_top(file))??));
         }
-        clock.step("flush");
+        watch.lap("flush");
         let parked = Instant::now();
         self.pause()?;
-        clock.step("park");
-        let done = self.copy(control, stderr.as_ref(), tops, &mut clock);
+        watch.lap("park");
+        let done = self.copy(control, stderr.as_ref(), tops, &mut watch);
         if matches!(done, Ok(Frost::Zygote(_))) {
             return done;
         }
         let resumed = if was_paused { Ok(()) } else { self.resume() };
         let running = if was_paused { None } else { self.cpus.running_since(PARK) };
         let pause = running.map_or_else(|| parked.elapsed(), |at| at.saturating_duration_since(parked));
-        clock.step("resume");
+        watch.lap("resume");
         match (done, resumed) {
             (Ok(Frost::Machine(Reply::Frozen(mut frozen))), Ok(())) => {
                 frozen.vcpu_pause_ns = nanoseconds(pause);
-                frozen.steps = clock.steps();
+                frozen.steps = Step::list(watch.steps());
                 Ok(Frost::Machine(Reply::Frozen(frozen)))
             }
             (Ok(_), Err(error)) | (Err(error), _) => Err(error),
@@ -447,7 +409,7 @@ impl Machine {
         control: OwnedFd,
         stderr: Option<&OwnedFd>,
         tops: Vec<(usize, Top)>,
-        clock: &mut Clock,
+        watch: &mut Stopwatch,
     ) -> Result<Frost> {
         // Since the event loop looked last. A copy would have vCPUs that never run again, and nobody to say so.
         if self.board.ending().is_some() || self.cpus.ended().is_some() {
@@ -460,7 +422,7 @@ impl Machine {
             vcpus: self.cpus.save()?,
             devices: self.board.save()?,
         };
-        clock.step("save");
+        watch.lap("save");
         let keep = [control.as_fd(), self.kvm.as_fd()].into_iter().chain(stderr.map(AsFd::as_fd));
         match fork(&keep.collect::<Vec<_>>()).map_err(Error::host("forking"))? {
             Side::Child => {
@@ -476,14 +438,13 @@ impl Machine {
                 }
             }
             Side::Parent { child } => {
-                clock.step("fork");
+                watch.lap("fork");
                 // If this fails, so does the freeze: the node drops its end of the zygote's connection, which ends it.
                 self.switch_tops(tops)?;
-                clock.step("disk");
+                watch.lap("disk");
                 Ok(Frost::Machine(Reply::Frozen(control::Frozen {
                     pid: child,
                     vcpu_pause_ns: 0,
-                    private_bytes: 0,
                     steps: Vec::new(),
                 })))
             }

@@ -42,7 +42,7 @@ pub fn live(start: &Start) -> ! {
     let server = match begin(start) {
         Ok(server) => server,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "keiki-vmm: {}", crate::error::sentence(&error));
+            let _ = writeln!(std::io::stderr(), "keiki-vmm: {}", keiki_sys::error_chain(&error));
             exit_with(EXIT_START)
         }
     };
@@ -99,8 +99,6 @@ fn blank(mut server: Server) -> Life {
         };
         let reply = match request {
             Request::Hello => hello(),
-            Request::Stop => exit_with(0),
-            Request::Stats => Reply::Stats(control::Stats { exits: 0, console_dropped: 0 }),
             Request::Boot(boot) => match Machine::boot(&boot, &mut descriptors) {
                 Ok(machine) => {
                     // From now on it is found by its listener, whoever started it.

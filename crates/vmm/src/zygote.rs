@@ -4,14 +4,15 @@ use crate::{
     Error, Result,
     board::Resources,
     frozen::Frozen,
-    machine::{Clock, Heritage, Machine},
+    machine::{Heritage, Machine},
     process::{EXIT_THAW, Life, complain_on, exit_with, failed},
 };
-use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Thaw};
+use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Step, Thaw};
 use keiki_hv::{
     GuestRam, Kvm,
     fork::{Side, fork},
 };
+use keiki_sys::stopwatch::Stopwatch;
 use std::{
     fs::File,
     ops::Range,
@@ -98,16 +99,14 @@ impl Zygote {
             let reply = match request {
                 Request::Hello => Ok(Some(self.hello())),
                 Request::Persist => self.persist(&mut descriptors),
-                Request::Stats => Ok(Some(Reply::Stats(control::Stats { exits: 0, console_dropped: 0 }))),
-                Request::Stop => exit_with(0),
                 Request::Thaw(thaw) => {
-                    let mut clock = Clock::start();
+                    let mut watch = Stopwatch::start();
                     match self.thaw(&mut descriptors) {
                         Ok(Thawing::Copy(resources, own)) => {
-                            return self.become_machine(&thaw, *resources, own, clock);
+                            return self.become_machine(&thaw, *resources, own, watch);
                         }
                         Ok(Thawing::Zygote(reply)) => {
-                            clock.step("fork");
+                            watch.lap("fork");
                             Ok(reply)
                         }
                         Err(error) => Err(error),
@@ -149,9 +148,9 @@ impl Zygote {
         thaw: &Thaw,
         resources: Resources,
         own: Option<Server>,
-        mut clock: Clock,
+        mut watch: Stopwatch,
     ) -> Life {
-        clock.step("fork");
+        watch.lap("fork");
         let Self { kvm, ram, frozen, server, heritage } = self;
         let mut server = match own {
             Some(own) => {
@@ -165,13 +164,13 @@ impl Zygote {
             exit_with(EXIT_THAW);
         }
         let heritage = heritage.of_copy();
-        let machine = Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, heritage, &mut clock);
+        let machine = Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, heritage, &mut watch);
         match machine {
             Ok(machine) => {
                 let reply = control::Thawed {
                     pid: std::process::id(),
                     generation: thaw.generation,
-                    steps: clock.steps(),
+                    steps: Step::list(watch.steps()),
                 };
                 if server.answer(&Reply::Thawed(reply)).is_err() {
                     exit_with(EXIT_THAW);

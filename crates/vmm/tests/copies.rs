@@ -2,7 +2,7 @@
 
 mod monitor;
 
-use keiki_control::{Client, ControlError, Freeze, Reply, Request, Role};
+use keiki_control::{Client, ControlError, Reply, Request, Role};
 use keiki_sys::process::Process;
 use monitor::{COUNT, Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
 use std::{
@@ -130,7 +130,7 @@ fn begin_freeze(place: &Place, machine: &mut Monitor) -> (Client, std::path::Pat
     std::fs::copy(place.dir.path().join("empty.qcow2"), &top).unwrap();
     let (client, theirs) = Client::pair().unwrap();
     let fds = [(Role::Control, theirs), (Role::Top, read_write(&top))];
-    machine.client.ask(&Request::Freeze(Freeze {}), &borrow(&fds)).unwrap();
+    machine.client.ask(&Request::Freeze, &borrow(&fds)).unwrap();
     (client, top)
 }
 

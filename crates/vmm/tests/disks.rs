@@ -214,7 +214,7 @@ fn a_chain_of_a_further_disk_is_shortened_alone() {
     let Some(mut place) = place() else { return };
     let mut machine = boot(&mut place);
     let (zygote, _) = place.freeze(&mut machine);
-    zygote.stop();
+    zygote.close();
     // In another cluster than the mark of the bottom.
     assert_eq!(Driver(&machine).write(DATA_DISK, 1000, 5), 0);
     let flat = bottom(&place, 77);

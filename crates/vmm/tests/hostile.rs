@@ -60,7 +60,7 @@ fn a_guest_that_touches_everything_hurts_nobody() {
     let (mut zygote, _) = place.freeze(&mut machine);
     place.thaw(&mut zygote).counts();
     machine.counts();
-    machine.stop();
+    machine.kill();
 }
 
 #[test]

@@ -62,8 +62,8 @@ fn cycles_leave_nothing() {
             copy.kill();
             zygote.kill();
         } else {
-            zygote.stop();
-            copy.stop();
+            zygote.close();
+            copy.kill();
         }
         // The chain would be at its end: a flattened one takes its place, as in a node.
         let bottom = place.dir.path().join("bottom.raw");

@@ -31,9 +31,6 @@ fn a_machine_boots_and_says_what_it_is() {
     assert_eq!((hello.stage, hello.paused, hello.generation, hello.layers), (Stage::Machine, false, 0, 1));
     until("it prints", || letters(&machine).len() > 5);
     assert!(follows(b'A', &letters(&machine)), "{:?}", machine.console());
-    let Reply::Stats(stats) = machine.call(&Request::Stats) else { panic!() };
-    assert!(stats.exits > 5);
-    machine.stop();
 }
 
 #[test]

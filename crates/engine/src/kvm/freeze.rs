@@ -24,7 +24,7 @@ use crate::{
     record::{Layer, Record},
     steps::Stopwatch,
 };
-use keiki_control::{Client, Freeze, Reply, Request, Role, Stage};
+use keiki_control::{Client, Reply, Request, Role, Stage};
 use keiki_snapshot::{Format, MEMORY_FILE};
 use std::{fs, fs::File, path::Path, sync::Arc, time::Duration};
 
@@ -66,12 +66,11 @@ async fn try_freeze(
     watch.step("prepare");
     let (complaints, stderr) = complaints()?;
     let files = vec![(Role::Top, top.into()), (Role::Control, theirs), stderr];
-    let (report, _) =
-        expect(&machine.monitor.control, Request::Freeze(Freeze {}), files, |reply| match reply {
-            Reply::Frozen(frozen) => Some(frozen),
-            _ => None,
-        })
-        .await?;
+    let (report, _) = expect(&machine.monitor.control, Request::Freeze, files, |reply| match reply {
+        Reply::Frozen(frozen) => Some(frozen),
+        _ => None,
+    })
+    .await?;
     promote(record);
     record.save(&machine.paths)?;
     watch.step("freeze");

@@ -18,7 +18,7 @@ use crate::{
     users::show,
 };
 use async_trait::async_trait;
-use keiki_control::{Answer, Boot, Cpu, Devices, Reply, Request, Role, Stage};
+use keiki_control::{Answer, Boot, Devices, Reply, Request, Role, Stage};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use keiki_types::{Shape, api::MemoryUse};
@@ -94,7 +94,6 @@ async fn try_boot(host: &Arc<Host>, spec: &BootSpec, paths: &VmPaths) -> Result<
     let boot = Boot {
         shape: shape(spec.shape),
         cmdline: cmdline(spec, host.tsc_khz().await),
-        cpu: Cpu::Baseline,
         devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into(), disks: Vec::new() },
         generation: generation(),
     };

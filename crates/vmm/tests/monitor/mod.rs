@@ -5,8 +5,8 @@
 pub mod overlay;
 
 use keiki_control::{
-    Boot, Client, ControlError, Cpu, Devices, Disk, Freeze, Frozen, Load, Persisted, Reply, Request, Role,
-    Shape, Start, Thaw, Thawed, listen,
+    Boot, Client, ControlError, Devices, Disk, Frozen, Load, Persisted, Reply, Request, Role, Shape, Start,
+    Thaw, Thawed, listen,
 };
 use keiki_sys::process::{Process, Setup};
 use std::{
@@ -115,15 +115,13 @@ pub fn place() -> Option<Place> {
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
     std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0), cpu: Cpu::Baseline, tap: None, disks: Vec::new() })
+    Some(Place { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
 }
 
 /// A directory with the files of machines.
 pub struct Place {
     pub dir: tempfile::TempDir,
     next: AtomicU32,
-    /// What processor the next machine boots with.
-    pub cpu: Cpu,
     /// What the next machine gets as its network.
     pub tap: Option<File>,
     /// Disks besides the root disk: what the bottom layer is, and whether all is only read.
@@ -254,7 +252,6 @@ impl Place {
         let boot = Request::Boot(Boot {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
-            cpu: self.cpu,
             devices: Devices {
                 mac: [2, 0, 0, 0, 0, 1],
                 agent_port: "test".into(),
@@ -283,7 +280,7 @@ impl Place {
         let tops: Vec<_> = self.writable().map(|number| (number, self.new_top())).collect();
         let mut fds = vec![(Role::Control, theirs), (Role::Top, open(top).into())];
         fds.extend(tops.iter().map(|(number, top)| (Role::DiskTop(*number as u8), open(top).into())));
-        let answer = machine.client.call(&Request::Freeze(Freeze {}), &borrow(&fds), PATIENCE)?;
+        let answer = machine.client.call(&Request::Freeze, &borrow(&fds), PATIENCE)?;
         let Reply::Frozen(frozen) = answer.reply else { panic!("{answer:?}") };
         let process = Process::open(frozen.pid).unwrap().unwrap();
         let files = machine.files.clone().unwrap();
@@ -547,8 +544,9 @@ impl Monitor {
         self.wait();
     }
 
-    pub fn stop(mut self) {
-        self.disconnect().stop(PATIENCE).unwrap();
+    /// Closes the connection, which ends a zygote.
+    pub fn close(mut self) {
+        drop(self.disconnect());
         self.wait();
     }
 
