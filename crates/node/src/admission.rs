@@ -30,6 +30,16 @@ pub struct Ticket {
     of: Arc<AtomicU64>,
 }
 
+impl Ticket {
+    /// The part of one machine, as a ticket of its own.
+    #[must_use]
+    pub fn split_off(&mut self, shape: Shape) -> Self {
+        let amount = machine_mib(shape).min(self.amount);
+        self.amount -= amount;
+        Self { amount, of: Arc::clone(&self.of) }
+    }
+}
+
 impl Drop for Ticket {
     fn drop(&mut self) {
         self.of.fetch_sub(self.amount, Ordering::AcqRel);
@@ -96,18 +106,17 @@ impl Admission {
         Self::new((keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20) / 10 * 9)
     }
 
-    /// Room for `count` machines, or for none.
+    /// Room for machines of these shapes, or for none: [`Ticket::split_off`] gives each its part.
     ///
     /// # Errors
     /// 507 if there is not room for all of them.
-    pub fn admit(&self, shape: Shape, count: usize) -> Result<Vec<Ticket>> {
-        let each = u64::from(shape.memory_mib) + MONITOR_MIB;
-        let all = each.saturating_mul(count as u64);
+    pub fn admit(&self, shapes: impl IntoIterator<Item = Shape>) -> Result<Ticket> {
+        let all = shapes.into_iter().map(machine_mib).fold(0, u64::saturating_add);
         let taken = self.used_mib.fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
             used.checked_add(all).filter(|&sum| sum <= self.limit_mib)
         });
         match taken {
-            Ok(_) => Ok((0..count).map(|_| self.ticket(each)).collect()),
+            Ok(_) => Ok(self.ticket(all)),
             Err(used) => Err(Error::NoRoom(format!(
                 "insufficient host memory for sandbox: {all} MiB wanted, {} of {} MiB free",
                 self.limit_mib.saturating_sub(used),
@@ -119,9 +128,9 @@ impl Admission {
     /// Counts a machine that runs already, room or not.
     #[must_use]
     pub fn count(&self, shape: Shape) -> Ticket {
-        let each = u64::from(shape.memory_mib) + MONITOR_MIB;
-        self.used_mib.fetch_add(each, Ordering::AcqRel);
-        self.ticket(each)
+        let mib = machine_mib(shape);
+        self.used_mib.fetch_add(mib, Ordering::AcqRel);
+        self.ticket(mib)
     }
 
     fn ticket(&self, mib: u64) -> Ticket {
@@ -139,6 +148,11 @@ impl Admission {
     pub fn used_bytes(&self) -> u64 {
         self.used_mib.load(Ordering::Acquire) << 20
     }
+}
+
+/// What a machine may need in the worst case.
+fn machine_mib(shape: Shape) -> u64 {
+    u64::from(shape.memory_mib) + MONITOR_MIB
 }
 
 #[cfg(test)]
@@ -192,11 +206,13 @@ mod tests {
     fn all_or_none_and_given_back() {
         let shape = Shape { vcpus: 1, memory_mib: 256, disk_mib: 1 };
         let admission = Admission::new(3 * (256 + MONITOR_MIB));
-        let two = admission.admit(shape, 2).unwrap_or_default();
-        assert_eq!(two.len(), 2);
-        assert!(admission.admit(shape, 2).is_err());
-        assert!(admission.admit(shape, usize::MAX).is_err());
-        drop(two);
-        assert_eq!(admission.admit(shape, 3).map(|tickets| tickets.len()).ok(), Some(3));
+        let mut both = admission.admit([shape; 2]).unwrap();
+        assert!(admission.admit([shape; 2]).is_err());
+        assert!(admission.admit([Shape { memory_mib: u32::MAX, ..shape }; 3]).is_err());
+        let each = [both.split_off(shape), both.split_off(shape)];
+        drop(both);
+        assert_eq!(admission.used_bytes() >> 20, 2 * (256 + MONITOR_MIB), "both parts are kept");
+        drop(each);
+        assert!(admission.admit([shape; 3]).is_ok());
     }
 }

@@ -5,7 +5,6 @@
 
 mod admission;
 mod api;
-pub mod clock;
 mod dial;
 mod error;
 mod events;
@@ -22,6 +21,7 @@ mod ports;
 mod records;
 mod sandbox;
 mod store;
+mod timings;
 mod trees;
 mod upload;
 

@@ -17,8 +17,9 @@ use keiki_engine::Machine;
 use keiki_net::Slot;
 use keiki_protocol::guest::guest_client::GuestClient;
 use keiki_types::{SandboxId, Status, api};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tonic::transport::Channel;
@@ -43,6 +44,7 @@ struct State<L> {
 
 /// The machine of a running or paused sandbox.
 pub struct Live {
+    pub id: SandboxId,
     /// What the engine runs.
     pub machine: Box<dyn Machine>,
     /// The way to its agent.
@@ -151,7 +153,7 @@ impl<L> Sandbox<L> {
     }
 
     fn state(&self) -> MutexGuard<'_, State<L>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The record now.
@@ -269,13 +271,10 @@ impl Sandbox {
         let idle = self.idle();
         let state = self.state();
         let record = &state.record;
-        let guest_ip = state.live.as_ref().and_then(|live| {
-            live.slot
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .as_ref()
-                .map(|slot| slot.outside().to_string())
-        });
+        let guest_ip = state
+            .live
+            .as_ref()
+            .and_then(|live| live.slot.lock().as_ref().map(|slot| slot.outside().to_string()));
         api::Sandbox {
             id: record.id,
             template: record.template.clone(),

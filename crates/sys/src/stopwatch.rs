@@ -43,6 +43,13 @@ impl Stopwatch {
         self.steps.0.push((name.into(), took));
     }
 
+    /// Adds the steps of another stopwatch that ran from the end of this one's last step, and continues where its
+    /// last step ended.
+    pub fn follow(&mut self, other: &Self) {
+        self.last = other.last;
+        self.steps.0.extend_from_slice(&other.steps.0);
+    }
+
     /// Time since the start.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
@@ -64,6 +71,19 @@ impl Stopwatch {
 mod tests {
     use super::Stopwatch;
     use std::{thread::sleep, time::Duration};
+
+    #[test]
+    fn one_that_follows_another_counts_no_time_twice() {
+        let mut whole = Stopwatch::start();
+        whole.lap("before");
+        let mut part = Stopwatch::start();
+        sleep(Duration::from_millis(50));
+        part.lap("part");
+        whole.follow(&part);
+        assert!(whole.lap("after") < Duration::from_millis(50));
+        let names: Vec<_> = whole.steps().0.iter().map(|(name, _)| name.as_ref()).collect();
+        assert_eq!(names, ["before", "part", "after"]);
+    }
 
     #[test]
     fn laps_follow_each_other_and_notes_take_no_time() {

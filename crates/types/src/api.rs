@@ -143,11 +143,6 @@ pub struct Timings {
     pub steps: Vec<Step>,
 }
 
-impl Timings {
-    /// The steps of the release gate, one after the other.
-    pub const GATE: [&'static str; 3] = ["connect", "individualize", "thaw_user"];
-}
-
 /// One step of an operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]

@@ -3,13 +3,14 @@
 use super::{
     GuestLink, LIMITS, Limits, entropy, failed, key_request, open, plain, sealed_to, unreached, within,
 };
-use crate::{clock::Clock, error::Result};
+use crate::error::Result;
 use keiki_protocol::{
     client::{ConnectError, Met, Opened},
     gate::Ask,
     guest::{Identity, SealedSecrets, ThawUserRequest},
     seal::Plain,
 };
+use keiki_sys::stopwatch::Stopwatch;
 use std::{
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -82,15 +83,15 @@ impl Gate {
         mut self,
         identity: Identity,
         secrets: Secrets,
-        clock: &mut Clock,
+        watch: &mut Stopwatch,
     ) -> Result<GuestLink> {
         for (step, took) in self.assume_identity(identity, secrets).await? {
-            clock.note(&format!("guest:{step}"), took);
+            watch.note(format!("guest:{step}"), took);
         }
-        clock.lap("individualize");
+        watch.lap("individualize");
         self.call("thaw its processes", &ThawUserRequest {}).await?;
         let link = GuestLink::over(self.opened, self.socket, self.generation, self.limits).await?;
-        clock.lap("thaw_user");
+        watch.lap("thaw_user");
         Ok(link)
     }
 

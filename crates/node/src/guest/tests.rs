@@ -1,7 +1,7 @@
 //! The node against agents that a hostile guest could run.
 
 use super::{Gate, GuestLink, Limits, Secrets, plain, refusal};
-use crate::{clock::Clock, error::Error};
+use crate::error::Error;
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use futures::{StreamExt, stream::BoxStream};
@@ -14,6 +14,7 @@ use keiki_protocol::{
     handshake::{HELLO_LEN, Hello, OLDEST},
     seal::Plain,
 };
+use keiki_sys::stopwatch::Stopwatch;
 use std::{
     convert::Infallible,
     sync::{Arc, Mutex},
@@ -127,7 +128,7 @@ impl Peer {
     }
 
     async fn release(&self, secrets: Secrets) -> crate::error::Result<GuestLink> {
-        self.gate().await.release(named(), secrets, &mut Clock::start()).await
+        self.gate().await.release(named(), secrets, &mut Stopwatch::start()).await
     }
 
     /// What it was asked, by name.
@@ -299,17 +300,17 @@ async fn an_agent_that_lets_nothing_go_on_is_not_released() {
 #[tokio::test]
 async fn user_processes_go_on_only_after_the_acknowledgement_was_found_right() {
     let peer = Peer::new(GOOD);
-    let mut clock = Clock::start();
-    peer.gate().await.release(named(), Secrets::default(), &mut clock).await.unwrap();
+    let mut watch = Stopwatch::start();
+    peer.gate().await.release(named(), Secrets::default(), &mut watch).await.unwrap();
     assert_eq!(peer.asked(), ["identity", "thaw"]);
     let calls = peer.calls.lock().unwrap();
     let Call::AssumeIdentity(order) = &calls[0].1 else { panic!("{calls:?}") };
     assert_eq!((order.generation, order.uptime_ms), (5, UPTIME));
     assert_eq!(calls[1].0, call(&ThawUserRequest {}));
     // Of what it tells of itself, a part is passed on, in plain words.
-    let steps = clock.timings().steps;
-    let told: Vec<_> = steps.iter().filter(|step| step.name.starts_with("guest:")).collect();
-    assert_eq!((told.len(), told[0].name.as_str()), (16, "guest:a [2Jb"));
+    let steps = &watch.steps().0;
+    let told: Vec<_> = steps.iter().filter(|(name, _)| name.starts_with("guest:")).collect();
+    assert_eq!((told.len(), told[0].0.as_ref()), (16, "guest:a [2Jb"));
 }
 
 #[tokio::test]

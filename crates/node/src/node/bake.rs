@@ -2,20 +2,22 @@
 
 use super::{
     Inner,
-    machine::{engine_error, with_console},
+    fleet::{Unreleased, with_console},
+    freeze::{After, freeze},
     template::Building,
 };
 use crate::{
-    clock::{Clock, ms},
     error::{Error, Result},
     guest::{Gate, GuestLink, Secrets, plain, refusal},
     records::TemplateRecord,
-    store::{make_dir, tree_bytes},
+    store::tree_bytes,
+    timings::{ms, timings},
 };
 use anyhow::Context;
 use keiki_engine::{BootSpec, Machine};
 use keiki_image::TemplateSpec;
 use keiki_protocol::guest::{ExecSpec, Identity, InfoRequest, exec_event::Event};
+use keiki_sys::stopwatch::Stopwatch;
 use keiki_types::{Origin, SandboxId, Shape};
 use std::{path::Path, time::Duration};
 use time::OffsetDateTime;
@@ -54,8 +56,8 @@ impl Inner {
         dir: &Path,
         build: &Building,
     ) -> Result<TemplateRecord> {
-        let _ticket = self.admission.admit(recipe.shape, 1)?;
-        let _room = self.reserve_disk((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
+        let _ticket = self.fleet.admission.admit([recipe.shape])?;
+        let _room = self.fleet.reserve_disk((u64::from(recipe.shape.memory_mib) << 20) + BAKE_DISK_BYTES)?;
         let boot = BootSpec {
             shape: recipe.shape,
             kernel: recipe.parts.kernel.bzimage.clone(),
@@ -64,24 +66,16 @@ impl Inner {
             cmdline: String::new(),
         };
         build.say("bake: cold boot");
-        let id = SandboxId::new();
-        let (slot, resources) = self.ground(id).await?;
-        let mut clock = Clock::start();
-        let machine = match self.engine.boot(&boot, resources).await {
-            Ok(machine) => machine,
-            Err(error) => {
-                self.clear_ground(id, Some(slot)).await;
-                return Err(engine_error("the template cannot be booted", error));
-            }
-        };
-        let record = match self.ripen(machine.as_ref(), recipe, dir, build, &mut clock).await {
+        let mut watch = Stopwatch::start();
+        let Unreleased { id, machine, slot } = self.fleet.boot(SandboxId::new(), &boot).await?;
+        let record = match self.ripen(machine.as_ref(), recipe, dir, build, &mut watch).await {
             Ok(record) => Ok(record),
             Err(error) => Err(with_console(error, machine.as_ref()).await),
         };
-        self.end_machine(id, machine.as_ref(), Some(slot)).await;
-        clock.lap("stop");
+        self.fleet.end_machine(id, machine.as_ref(), Some(slot)).await;
+        watch.lap("stop");
         if record.is_ok() {
-            self.done("bake", &recipe.spec.name, &clock.timings());
+            self.done("bake", &recipe.spec.name, &timings(&watch));
         }
         record
     }
@@ -93,23 +87,19 @@ impl Inner {
         recipe: &Recipe<'_>,
         dir: &Path,
         build: &Building,
-        clock: &mut Clock,
+        watch: &mut Stopwatch,
     ) -> Result<TemplateRecord> {
         let generation = self.records.generation().await?;
         let gate = self.wait_ready(machine, generation).await?;
-        let cold_boot = ms(clock.lap("cold_boot"));
+        let cold_boot = ms(watch.lap("cold_boot"));
         build.say(&format!("bake: guest ready after {cold_boot:.0} ms; warming"));
-        let (guest, kernel) = self.warm(machine, gate, generation, &recipe.spec.warm, build, clock).await?;
-        guest.flush().await?;
-        guest.freeze_user().await?;
-        make_dir(dir)?;
-        let image = self.engine.image(dir, recipe.shape).await;
-        let image = image.map_err(|error| engine_error("cannot make a memory image", error))?;
-        let frozen = machine.freeze(image).await;
-        let (frozen, _) = frozen.map_err(|error| engine_error("the template cannot be frozen", error))?;
+        let (guest, kernel) = self.warm(machine, gate, generation, &recipe.spec.warm, build, watch).await?;
+        watch.lap("warm");
+        let image = self.fleet.image(dir, recipe.shape).await?;
+        let taken = freeze(machine, &guest, image, After::Ends, watch).await?;
         build.say("bake: writing the snapshot");
-        self.persist(frozen.as_ref()).await?;
-        clock.lap("warm_and_freeze");
+        self.fleet.persist(taken.frozen.as_ref()).await?;
+        watch.lap("persist");
         Ok(TemplateRecord {
             name: recipe.spec.name.clone(),
             version: recipe.version.into(),
@@ -118,7 +108,7 @@ impl Inner {
             size_bytes: tree_bytes(dir),
             description: recipe.spec.description.clone(),
             generation,
-            engine: self.engine.kind(),
+            engine: self.fleet.engine.kind(),
             cold_boot_ms: cold_boot,
             kernel,
         })
@@ -157,7 +147,7 @@ impl Inner {
         generation: u64,
         own: &[String],
         build: &Building,
-        clock: &mut Clock,
+        watch: &mut Stopwatch,
     ) -> Result<(GuestLink, String)> {
         let identity = Identity {
             hostname: WARM_NAME.into(),
@@ -165,7 +155,7 @@ impl Inner {
             is_new: true,
             ..Identity::default()
         };
-        let guest = gate.release(identity, Secrets::default(), clock).await?;
+        let guest = gate.release(identity, Secrets::default(), watch).await?;
         let info = guest.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
         let info = info.map_err(|status| refusal(&status))?;
         for line in WARM {

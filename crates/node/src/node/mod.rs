@@ -4,16 +4,15 @@
 //!   Node (what HTTP calls; verbs run to their end even if the caller goes away)
 //!    └─ Inner ── records   what must survive a crash
 //!             ├─ store     where it lies
-//!             ├─ engine    what runs machines            machine.rs: place, thaw, release
-//!             ├─ slots     their network                 freeze.rs:  snapshot, fork, hibernate
-//!             ├─ admission room for them                 verbs.rs:   create, wake, pause, delete
-//!             ├─ templates baked machines                template.rs, bake.rs
+//!             ├─ fleet     makes and ends machines       births.rs: reserve, prepare, thaw, commit
+//!             ├─ templates baked machines                freeze.rs: the order of a freeze
 //!             └─ sandboxes who is here now               start.rs, sweep.rs
 //! ```
 
 mod bake;
+mod births;
+mod fleet;
 mod freeze;
-mod machine;
 mod observe;
 mod once;
 mod secrets;
@@ -25,7 +24,6 @@ mod template;
 mod verbs;
 
 use crate::{
-    admission::{Admission, DiskRoom},
     error::{Error, Result},
     events::{Events, event},
     locks::Locks,
@@ -38,8 +36,6 @@ use crate::{
 use bytes::Bytes;
 use futures::stream::BoxStream;
 use keiki_api::{Previews, Secret, request};
-use keiki_engine::Engine;
-use keiki_net::Slots;
 use keiki_types::{
     EngineKind, SandboxId, SnapshotId, Status, TemplateName,
     api::{
@@ -122,20 +118,14 @@ pub(crate) struct Inner {
     config: Config,
     pub(crate) records: Records,
     store: Store,
-    engine: Arc<dyn Engine>,
+    fleet: fleet::Fleet,
     engine_version: String,
     /// No key is configured and only this host can reach the API.
     trusts_all: bool,
-    slots: Slots,
-    admission: Admission,
-    /// Of the store.
-    room: DiskRoom,
     pub(crate) metrics: Metrics,
     measured: observe::Measured,
     events: Events,
     pub(crate) previews: Previews,
-    /// Machines being started or released at once: more than a few per CPU would only make all of them late.
-    starting: tokio::sync::Semaphore,
     templates: template::Templates,
     sources: sources::Sources,
     /// What digests of named requests are made with.
@@ -169,23 +159,35 @@ impl Inner {
         self.sandboxes.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
     }
 
-    /// Takes a released machine in: from here on its sandbox can be used.
-    fn adopt_live(self: &Arc<Self>, record: SandboxRecord, live: Live) -> Arc<Sandbox> {
+    /// Lists a sandbox that is being made.
+    fn announce(&self, sandbox: &Arc<Sandbox>, record: &SandboxRecord) {
+        self.list_it(Arc::clone(sandbox));
+        self.tell(record.id, EventKind::Created, |event| {
+            event.parent_sandbox_id = record.parent_sandbox_id;
+            event.snapshot_id = record.from_snapshot;
+        });
+    }
+
+    /// Removes new sandboxes that did not come to be.
+    async fn forget(&self, ids: &[SandboxId], why: &Error) {
+        for &id in ids {
+            self.unlist(id);
+            self.tell(id, EventKind::Failed, |event| event.reason = Some(why.to_string()));
+        }
+        let keys = ids.iter().map(SandboxId::to_string).collect();
+        if let Err(error) = self.records.remove::<SandboxRecord>(keys).await {
+            tracing::error!(
+                error = &error as &dyn std::error::Error,
+                "records of a failed operation stay until restart"
+            );
+        }
+    }
+
+    /// Gives a sandbox its machine: from here on it can be used.
+    fn adopt(self: &Arc<Self>, sandbox: &Arc<Sandbox>, record: SandboxRecord, live: Live) {
         let live = Arc::new(live);
-        let sandbox = match self.sandbox(record.id) {
-            // Listed while it was being made.
-            Ok(sandbox) => {
-                sandbox.set_live(Some(Arc::clone(&live)), |current| *current = record);
-                sandbox
-            }
-            Err(_) => {
-                let sandbox = Sandbox::new(record, Some(Arc::clone(&live)));
-                self.list_it(Arc::clone(&sandbox));
-                sandbox
-            }
-        };
-        self.watch(Arc::clone(&sandbox), live);
-        sandbox
+        sandbox.set_live(Some(Arc::clone(&live)), |current| *current = record);
+        self.watch(Arc::clone(sandbox), live);
     }
 
     /// Runs a verb to its end even if whoever asked goes away: half a verb would leave half a machine.

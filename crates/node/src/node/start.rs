@@ -2,10 +2,11 @@
 //! everything half-made is removed. The records decide: what they do not name does not exist.
 
 use super::{
-    Config, Inner, Node, observe::Measured, secrets::Out, sources::Sources, sweep, template::Templates,
+    Config, Inner, Node, fleet::Fleet, observe::Measured, secrets::Out, sources::Sources, sweep,
+    template::Templates,
 };
 use crate::{
-    admission::{Admission, DiskRoom},
+    admission::Admission,
     error::{Error, Result},
     events::Events,
     guest::GuestLink,
@@ -21,16 +22,15 @@ use keiki_engine::{Capabilities, Common, Engine, Machine, kvm, qemu};
 use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
 use keiki_sys::failpoint;
 use keiki_types::{EngineKind, SandboxId, Status, api::EventKind};
+use parking_lot::Mutex;
 use std::{
     collections::{HashMap, HashSet},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, RwLock},
+    sync::{Arc, RwLock},
     time::Duration,
 };
 use tokio_util::task::TaskTracker;
 
-/// Machines started or released at once, for each CPU.
-const STARTING_PER_CPU: usize = 3;
 /// How long a node that stops waits for what is under way.
 const VERB_LIMIT: Duration = Duration::from_secs(45);
 /// Network slots built ahead of use.
@@ -72,23 +72,19 @@ impl Node {
         let known: Vec<SandboxRecord> = records.all().await?;
         let slots = open_slots(&config, &known).await?;
         let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let fleet = Fleet::new(engine, slots, store.clone(), config.sharing, admission);
         let inner = Arc::new(Inner {
             engine_version: format!("{} {}", capabilities.kind, capabilities.version),
             trusts_all,
             config,
             records,
             store,
-            engine,
-            slots,
-            admission,
-            room: DiskRoom::default(),
+            fleet,
             metrics: Metrics::default(),
             measured: Measured::default(),
             events,
             previews,
             request_key,
-            starting: tokio::sync::Semaphore::new(STARTING_PER_CPU * cpus),
             templates: Templates::default(),
             sources: Sources::default(),
             requests: Locks::default(),
@@ -96,7 +92,7 @@ impl Node {
             sandboxes: RwLock::new(HashMap::new()),
         });
         inner.recover(known).await?;
-        inner.engine.adoption_finished();
+        inner.fleet.engine.adoption_finished();
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
         tokio::spawn(inner.events.clone().keep_writing());
         Ok(Self { inner })
@@ -111,7 +107,7 @@ impl Node {
         if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
             tracing::error!("some operations did not come to an end; the next start removes what they leave");
         }
-        inner.engine.close().await;
+        inner.fleet.engine.close().await;
         for sandbox in inner.sandboxes().into_iter().filter(|_| inner.config.ephemeral) {
             if let Err(error) = inner.delete(sandbox.id).await {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
@@ -126,7 +122,7 @@ impl Node {
         if !inner.config.ephemeral {
             return;
         }
-        inner.slots.stop(&[]).await;
+        inner.fleet.slots.stop(&[]).await;
         if let Err(error) = inner.store.unmount().await {
             tracing::error!(error = &error as &dyn std::error::Error, "the store stays mounted");
         }
@@ -245,7 +241,9 @@ impl Inner {
                 if record.status == Status::Running {
                     self.tell(record.id, EventKind::Running, |_| {});
                 }
-                self.adopt_live(record, live);
+                let sandbox = Sandbox::new(record.clone(), None);
+                self.list_it(Arc::clone(&sandbox));
+                self.adopt(&sandbox, record, live);
                 Ok(())
             }
             Ok(None) => self.recover_failed(record, "its machine ended while the node was away".into()).await,
@@ -256,20 +254,20 @@ impl Inner {
     async fn find(&self, record: &SandboxRecord) -> Result<Option<Live>> {
         let slot = match record.slot {
             Some(index) => Some(
-                self.slots
+                self.fleet
+                    .slots
                     .adopt(index)
                     .await
                     .map_err(|cause| Error::internal("its network slot is gone", cause))?,
             ),
             None => None,
         };
-        let resources = self.resources(record.id, slot.as_ref());
-        let adopted = self.engine.adopt(&resources).await;
+        let adopted = self.fleet.engine.adopt(&self.fleet.paths(record.id, slot.as_ref())).await;
         let machine = match adopted {
             Ok(Some(machine)) => machine,
             other => {
                 if let Some(slot) = slot {
-                    self.slots.give_back(slot).await;
+                    self.fleet.slots.give_back(slot).await;
                 }
                 other.map_err(|cause| Error::internal("its monitor cannot be reached", cause))?;
                 return Ok(None);
@@ -277,11 +275,11 @@ impl Inner {
         };
         match self.take_up(record, machine.as_ref()).await {
             Ok(guest) => {
-                let ticket = self.admission.count(record.shape);
-                Ok(Some(Live { machine, guest, slot: Mutex::new(slot), _ticket: ticket }))
+                let ticket = self.fleet.admission.count(record.shape);
+                Ok(Some(Live { id: record.id, machine, guest, slot: Mutex::new(slot), _ticket: ticket }))
             }
             Err(error) => {
-                self.end_machine(record.id, machine.as_ref(), slot).await;
+                self.fleet.end_machine(record.id, machine.as_ref(), slot).await;
                 Err(error)
             }
         }
@@ -324,13 +322,13 @@ impl Inner {
 
     /// Ends whatever runs with a sandbox's resources and removes them.
     async fn end_leftovers(&self, id: SandboxId) -> Result<()> {
-        let resources = self.resources(id, None);
+        let paths = self.fleet.paths(id, None);
         let stuck = |cause| Error::internal("a left-over monitor cannot be ended", cause);
-        if let Some(machine) = self.engine.adopt(&resources).await.map_err(stuck)? {
+        if let Some(machine) = self.fleet.engine.adopt(&paths).await.map_err(stuck)? {
             machine.stop().await.map_err(stuck)?;
         }
-        self.store.remove(resources.dir).await?;
-        self.store.remove(resources.run_dir).await
+        self.store.remove(paths.dir).await?;
+        self.store.remove(paths.run_dir).await
     }
 
     /// Machines and directories that no record names: places that waited, creates and forks cut short.

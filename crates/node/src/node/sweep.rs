@@ -1,13 +1,13 @@
 //! What happens without being asked for: TTLs run out, machines end by themselves.
 
-use super::{Inner, machine::CONSOLE_TAIL};
+use super::{Inner, fleet::CONSOLE_TAIL};
 use crate::{
     lifecycle::Sweep,
     sandbox::{CONSOLE_MARK, Claim, Live, Sandbox},
 };
 use keiki_types::{Status, api::EventKind};
 use std::{
-    sync::{Arc, PoisonError, Weak},
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -72,14 +72,7 @@ impl Inner {
             if let Err(error) = node.records.put(vec![record]).await {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "a failure could not be recorded");
             }
-            node.end_live(sandbox.id, &live).await;
+            node.fleet.end(&live).await;
         });
-    }
-}
-
-impl Live {
-    /// The number of its slot, for the record.
-    pub(super) fn slot_index(&self) -> Option<u16> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(keiki_net::Slot::index)
     }
 }

@@ -3,28 +3,30 @@
 //! ```text
 //!   build: packages ──> kernel, initramfs, root disk      (keiki-image, cached)
 //!   bake:  boot ──> agent ready ──> warm ──> freeze ──> persist ──> record
-//!   use:   load once, keep places ahead: monitors that wait for a create
+//!   use:   load once, keep VMs prepared ahead for creates
 //! ```
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{Inner, Sharing, bake::Recipe, machine::Place, request, sources::Hold};
+use super::{Inner, Sharing, bake::Recipe, fleet::Prepared, sources::Hold};
 use crate::{
     error::{Error, Result},
     records::{TemplateRecord, rfc3339},
 };
 use futures::{StreamExt, stream::BoxStream};
+use keiki_api::request;
 use keiki_engine::Frozen;
 use keiki_image::{Builder, Catalog, TemplateSpec};
-use keiki_sys::failpoint;
+use keiki_sys::{error_chain, failpoint};
 use keiki_types::{
     SandboxId, Shape, TemplateName,
     api::{Build, BuildTemplate, Template},
 };
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::{HashMap, VecDeque},
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use time::OffsetDateTime;
@@ -36,7 +38,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(3);
 const BUILDS_KEPT: usize = 32;
 /// Lines of a build's log that are kept.
 const LOG_LINES: usize = 2000;
-/// Refilling waits this long, so that it does not compete with the create that took a place.
+/// Refilling waits this long, so that it does not compete with the create that took a VM.
 const REFILL_PAUSE: Duration = Duration::from_millis(250);
 /// The templates of a node.
 #[derive(Default)]
@@ -55,12 +57,13 @@ struct State {
 pub(super) struct Baked {
     pub record: TemplateRecord,
     pub frozen: Arc<dyn Frozen>,
-    places: Mutex<Places>,
+    ahead: Mutex<Ahead>,
 }
 
+/// VMs prepared ahead of creates.
 #[derive(Default)]
-struct Places {
-    ready: VecDeque<Place>,
+struct Ahead {
+    ready: VecDeque<Prepared>,
     making: usize,
     closed: bool,
 }
@@ -79,21 +82,33 @@ struct Progress {
 
 impl Baked {
     fn new(record: TemplateRecord, frozen: Arc<dyn Frozen>) -> Arc<Self> {
-        Arc::new(Self { record, frozen, places: Mutex::default() })
+        Arc::new(Self { record, frozen, ahead: Mutex::default() })
     }
 
-    fn places(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A place that was prepared ahead, if one is there.
-    pub fn take_place(&self) -> Option<Place> {
-        let mut places = self.places();
-        while let Some(place) = places.ready.pop_front() {
-            if place.is_alive() {
-                return Some(place);
+    /// A VM that was prepared ahead, if one is there.
+    pub fn take_ahead(&self) -> Option<Prepared> {
+        let mut ahead = self.ahead.lock();
+        while let Some(prepared) = ahead.ready.pop_front() {
+            if prepared.is_alive() {
+                return Some(prepared);
             }
-            tracing::warn!(id = %place.id, "a monitor that waited has ended");
+            tracing::warn!(id = %prepared.id, "a VM that was prepared ahead has ended");
+        }
+        None
+    }
+}
+
+impl Baked {
+    /// Keeps a VM for a create; gives it back if none is wanted any more.
+    fn keep_ahead(&self, prepared: Result<Prepared>) -> Option<Prepared> {
+        let mut ahead = self.ahead.lock();
+        ahead.making -= 1;
+        match prepared {
+            Ok(prepared) if ahead.closed => return Some(prepared),
+            Ok(prepared) => ahead.ready.push_back(prepared),
+            Err(error) => {
+                tracing::warn!(error = &error as &dyn std::error::Error, "no VM could be prepared ahead");
+            }
         }
         None
     }
@@ -121,7 +136,7 @@ impl Building {
 
 impl Templates {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Newest first.
@@ -158,7 +173,7 @@ impl Templates {
         let mut all: Vec<_> = state
             .baked
             .values()
-            .map(|baked| (baked.record.name.clone(), baked.places().ready.len()))
+            .map(|baked| (baked.record.name.clone(), baked.ahead.lock().ready.len()))
             .collect();
         all.sort();
         all
@@ -254,7 +269,7 @@ impl Inner {
             request.name.parse().map_err(|error| Error::Invalid(format!("name: {error}")))?;
         let catalog = self.catalog();
         let found = catalog.get(name.as_str());
-        let spec = found.map_err(|error| Error::Invalid(sentence(&error)))?.ok_or_else(|| {
+        let spec = found.map_err(|error| Error::Invalid(error_chain(&error)))?.ok_or_else(|| {
             Error::NotFound(format!("no template {name}; there are: {}", catalog.names().join(", ")))
         })?;
         let shape = request::build_shape(&request, spec.shape)?;
@@ -279,8 +294,8 @@ impl Inner {
                                 "build failed"
                             );
                             progress.view.status = "failed".into();
-                            progress.view.error = sentence(&error);
-                            progress.lines.push(format!("failed: {}", sentence(&error)));
+                            progress.view.error = error_chain(&error);
+                            progress.lines.push(format!("failed: {}", error_chain(&error)));
                         }
                     }
                 });
@@ -341,7 +356,7 @@ impl Inner {
 
     async fn install_template(self: &Arc<Self>, record: TemplateRecord, build: &Building) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
-        let frozen = self.load_for(&dir, Sharing::Node).await?;
+        let frozen = self.fleet.load(&dir, Sharing::Node).await?;
         failpoint::reach("load");
         self.records.put(vec![record.clone()]).await?;
         build.say(&format!("done: {} version {}", record.name, record.version));
@@ -354,12 +369,12 @@ impl Inner {
         Ok(())
     }
 
-    /// Ends the places of a template version and removes its files; machines made from it live on.
+    /// Ends the VMs ahead of a template version and removes its files; machines made from it live on.
     async fn retire(&self, old: &Baked) -> Result<()> {
-        self.close_places(old).await;
+        self.close_ahead(old).await;
         let dir = self.dir_of(old);
         let _claim = self.sources.claim(&dir).await;
-        self.engine.forget(&dir).await;
+        self.fleet.engine.forget(&dir).await;
         self.store.remove(dir).await
     }
 
@@ -367,23 +382,23 @@ impl Inner {
         self.store.template(&baked.record.name, &baked.record.version)
     }
 
-    async fn close_places(&self, baked: &Baked) {
+    async fn close_ahead(&self, baked: &Baked) {
         let ready = {
-            let mut places = baked.places();
-            places.closed = true;
-            std::mem::take(&mut places.ready)
+            let mut ahead = baked.ahead.lock();
+            ahead.closed = true;
+            std::mem::take(&mut ahead.ready)
         };
-        for place in ready {
-            self.vacate(place).await;
+        for prepared in ready {
+            self.fleet.cancel(prepared).await;
         }
     }
 
-    /// Gives running builds up and ends all places that wait, for a node that stops.
+    /// Gives running builds up and ends the VMs ahead, for a node that stops.
     pub(super) async fn close_templates(&self) {
         self.templates.building.lock().await.shutdown().await;
         let all: Vec<_> = self.templates.state().baked.values().cloned().collect();
         for baked in all {
-            self.close_places(&baked).await;
+            self.close_ahead(&baked).await;
         }
     }
 
@@ -404,7 +419,7 @@ impl Inner {
     /// damaged file) is forgotten: it will be baked anew when it is wanted.
     pub(super) async fn open_template(self: &Arc<Self>, record: TemplateRecord) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
-        match self.load_for(&dir, Sharing::Node).await {
+        match self.fleet.load(&dir, Sharing::Node).await {
             Ok(frozen) => {
                 let baked = Baked::new(record.clone(), frozen);
                 self.templates.state().baked.insert(record.name, Arc::clone(&baked));
@@ -423,15 +438,15 @@ impl Inner {
         }
     }
 
-    /// Prepares places in the background until there are as many as configured.
+    /// Prepares VMs in the background until as many wait as are configured.
     pub(super) fn refill(self: &Arc<Self>, baked: &Arc<Baked>) {
         let missing = {
-            let mut places = baked.places();
-            if places.closed {
+            let mut ahead = baked.ahead.lock();
+            if ahead.closed {
                 return;
             }
-            let missing = self.config.seats_ahead.saturating_sub(places.ready.len() + places.making);
-            places.making += missing;
+            let missing = self.config.seats_ahead.saturating_sub(ahead.ready.len() + ahead.making);
+            ahead.making += missing;
             missing
         };
         if missing == 0 {
@@ -444,45 +459,16 @@ impl Inner {
             tokio::time::sleep(REFILL_PAUSE).await;
             for _ in 0..missing {
                 let _held = node.sources.hold(&node.dir_of(&baked)).await;
-                if baked.places().closed {
+                if baked.ahead.lock().closed {
                     return;
                 }
-                let place = node.place(SandboxId::new(), baked.frozen.image()).await;
-                let unwanted = {
-                    let mut places = baked.places();
-                    places.making -= 1;
-                    match place {
-                        Ok(place) if places.closed => Some(place),
-                        Ok(place) => {
-                            places.ready.push_back(place);
-                            None
-                        }
-                        Err(error) => {
-                            tracing::warn!(
-                                error = &error as &dyn std::error::Error,
-                                "no place could be prepared ahead"
-                            );
-                            None
-                        }
-                    }
-                };
-                if let Some(place) = unwanted {
-                    node.vacate(place).await;
+                let prepared = node.fleet.prepare(SandboxId::new(), baked.frozen.image()).await;
+                if let Some(unwanted) = baked.keep_ahead(prepared) {
+                    node.fleet.cancel(unwanted).await;
                 }
             }
         });
     }
-}
-
-/// The error and what led to it, in one line: a build's log is all its user has.
-fn sentence(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text
 }
 
 fn version_of(digest: &str, warm: &[String], shape: Shape, engine: &str) -> String {
