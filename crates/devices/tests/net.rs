@@ -6,7 +6,7 @@ use keiki_devices::{Device, StateError, net::Net};
 use keiki_sys::{netns, tap};
 use std::{
     fs::File,
-    io::{self, Write},
+    io,
     net::UdpSocket,
     process::Command,
     time::{Duration, Instant},
@@ -33,9 +33,11 @@ impl Drop for Namespace {
 
 /// Runs `test` in a namespace with a tap that is up. Says so if there can be none.
 fn with_tap(name: &str, test: impl FnOnce(File) + Send) {
-    if !rustix::process::geteuid().is_root() || !std::path::Path::new("/dev/net/tun").exists() {
-        // Past the harness, which shows nothing of tests that pass.
-        let _ = io::stderr().write_all(format!("skipped: {name} needs root and /dev/net/tun\n").as_bytes());
+    if !keiki_testing::is_root() {
+        return;
+    }
+    if !std::path::Path::new("/dev/net/tun").exists() {
+        keiki_testing::skip("tun", "there is no /dev/net/tun");
         return;
     }
     let namespace = Namespace(format!("keiki-devices-{name}-{}", std::process::id()));

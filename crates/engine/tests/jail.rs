@@ -8,6 +8,7 @@ use keiki_engine::{
     Common, Engine, FIRST_USER, USERS,
     qemu::{Qemu, QemuConfig},
 };
+use keiki_testing::is_root;
 use std::{
     collections::BTreeSet,
     fs,
@@ -47,18 +48,10 @@ fn writable(pid: u32) -> Result<BTreeSet<(u64, u64)>> {
     Ok(files)
 }
 
-fn root() -> bool {
-    let root = rustix::process::geteuid().is_root();
-    if !root {
-        eprintln!("skipped: only root jails");
-    }
-    root
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     let Some(lab) = qemu_lab()? else { return Ok(()) };
-    if !root() {
+    if !is_root() {
         return Ok(());
     }
     let parent = lab.boot().await?;
@@ -105,7 +98,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn base_files_are_no_monitors_to_write() -> Result<()> {
     let Some(lab) = qemu_lab()? else { return Ok(()) };
-    if !root() {
+    if !is_root() {
         return Ok(());
     }
     let mut parent = lab.boot().await?;
@@ -147,7 +140,7 @@ async fn base_files_are_no_monitors_to_write() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_jail_costs() -> Result<()> {
     let Some(lab) = qemu_lab()? else { return Ok(()) };
-    if !root() {
+    if !is_root() {
         return Ok(());
     }
     let config = |first_user| {

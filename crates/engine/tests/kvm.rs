@@ -7,6 +7,7 @@ use keiki_engine::{
     kvm::{Kvm, KvmConfig},
 };
 use keiki_sys::process::Process;
+use keiki_testing::{is_root, skip};
 use keiki_types::Shape;
 use std::{
     collections::BTreeSet,
@@ -80,13 +81,11 @@ struct Lab {
 /// None, with a message, where there is nothing to test with.
 fn lab() -> Result<Option<Lab>> {
     let Some(vmm) = std::env::var_os("KEIKI_TEST_VMM") else {
-        println!("skipped: KEIKI_TEST_VMM does not say where keiki-vmm is");
+        skip("guest", "KEIKI_TEST_VMM does not say where keiki-vmm is");
         return Ok(None);
     };
     if let Err(error) = File::options().read(true).write(true).open("/dev/kvm") {
-        let needed = std::env::var_os("KEIKI_TEST_NEED_KVM").is_some_and(|value| !value.is_empty());
-        assert!(!needed, "KEIKI_TEST_NEED_KVM is set, and /dev/kvm does not open: {error}");
-        println!("skipped: /dev/kvm does not open ({error})");
+        skip("kvm", format!("/dev/kvm does not open ({error})"));
         return Ok(None);
     }
     let store = std::env::var_os("KEIKI_TEST_STORE").map_or_else(std::env::temp_dir, PathBuf::from);
@@ -634,8 +633,7 @@ impl Drop for Stranger {
 #[test]
 fn what_a_monitor_forks_unasked_goes_with_it() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root jails");
+    if !is_root() {
         return Ok(());
     }
     // The first node's end is that of its runtime: nobody watches its machines any more.
@@ -803,8 +801,7 @@ async fn what_fails_leaves_nothing() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root jails");
+    if !is_root() {
         return Ok(());
     }
     let machine = lab.boot().await?;

@@ -44,8 +44,7 @@ fn ip(args: &[&str]) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn parent_and_child_have_the_same_address_in_different_namespaces() -> Result<()> {
     let Some(lab) = lab()? else { return Ok(()) };
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: network namespaces need root");
+    if !keiki_testing::is_root() {
         return Ok(());
     }
     let (one, two) = (Slot::new(1)?, Slot::new(2)?);

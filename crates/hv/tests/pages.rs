@@ -81,7 +81,7 @@ fn has_huge_pages() -> bool {
     let setting = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     let has = setting.contains("[madvise]") || setting.contains("[always]");
     if !has {
-        println!("skipped: this kernel gives no huge pages to who asks for them");
+        keiki_testing::skip("huge-pages", "this kernel gives no huge pages on request");
     }
     has
 }

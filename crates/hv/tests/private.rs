@@ -237,7 +237,7 @@ fn populated_pages_are_populated_in_a_copy() {
 #[test]
 fn swapped_pages_are_found() {
     if std::env::var_os("KEIKI_TEST_ALL").is_none() || !rustix::process::geteuid().is_root() {
-        println!("skipped: a swap file is switched on with KEIKI_TEST_ALL and as root only");
+        keiki_testing::skip("swap", "a swap file is switched on with KEIKI_TEST_ALL and as root only");
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -247,7 +247,7 @@ fn swapped_pages_are_found() {
         std::process::Command::new(program).arg(&path).output().is_ok_and(|output| output.status.success())
     };
     if !run("mkswap") || !run("swapon") {
-        println!("skipped: no swap can be switched on here");
+        keiki_testing::skip("swap", "no swap can be switched on here");
         return;
     }
     let off = SwapOff(&run);

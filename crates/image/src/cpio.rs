@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn the_system_reads_what_we_write() {
         if Command::new("cpio").arg("--version").stdout(Stdio::null()).status().is_err() {
-            eprintln!("cpio is not installed: skipped");
+            keiki_testing::skip("cpio", "cpio is not installed");
             return;
         }
         let dir = tempfile::tempdir().unwrap();

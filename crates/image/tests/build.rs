@@ -18,7 +18,7 @@ fn debugfs(raw: &Path, request: &str) -> String {
 #[test]
 fn template_base() {
     if std::env::var_os("KEIKI_TEST_IMAGE").is_none() {
-        eprintln!("KEIKI_TEST_IMAGE is not set: skipped");
+        keiki_testing::skip("image", "KEIKI_TEST_IMAGE is not set");
         return;
     }
     let dir = tempfile::tempdir().unwrap();

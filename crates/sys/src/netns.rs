@@ -158,8 +158,7 @@ mod tests {
 
     #[test]
     fn a_thread_of_its_own_does_not_move_the_caller() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: needs root");
+        if !keiki_testing::is_root() {
             return;
         }
         let name = format!("keiki-systest-{}", std::process::id());

@@ -104,8 +104,7 @@ fn a_freeze_that_fails_leaves_the_machine_as_it_was() {
 #[test]
 fn no_room_for_another_process_is_said() {
     let Some(place) = place() else { return };
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: needs root");
+    if !keiki_testing::is_root() {
         return;
     }
     // The machine, its vCPU, what KVM adds, and a few zygotes.

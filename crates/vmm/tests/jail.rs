@@ -4,17 +4,10 @@ mod monitor;
 
 use keiki_control::Start;
 use keiki_hv::fork::{Side, exit, fork};
+use keiki_testing::is_root;
 use monitor::{Monitor, Place, SILENT, USER, place};
 use rustix::process::{Pid, WaitOptions, waitpid};
 use std::{fs, io::Read, path::PathBuf, process::Command};
-
-fn is_root() -> bool {
-    if !rustix::process::geteuid().is_root() {
-        println!("skipped: needs root");
-        return false;
-    }
-    true
-}
 
 /// Does `what` in a process of its own: how that ended.
 fn in_process(what: impl FnOnce() -> i32) -> (Option<i32>, Option<i32>) {

@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn many_layers_become_one_that_reads_the_same() -> Result<(), Box<dyn Error>> {
         let Some(store) = std::env::var_os("KEIKI_TEST_STORE") else {
-            println!("skipped: KEIKI_TEST_STORE names no directory with reflinks");
+            keiki_testing::skip("guest", "KEIKI_TEST_STORE names no directory with reflinks");
             return Ok(());
         };
         let dir = tempfile::tempdir_in(store)?;

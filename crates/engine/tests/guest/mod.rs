@@ -14,6 +14,7 @@ use keiki_engine::{
     qemu::{Qemu, QemuConfig},
 };
 use keiki_sys::process::Process;
+use keiki_testing::skip;
 use keiki_types::Shape;
 use std::{
     fs::{self, File},
@@ -48,7 +49,7 @@ pub struct Lab {
 /// None, with a message, where there is nothing to run a guest with.
 pub fn lab() -> Result<Option<Lab>> {
     let Some(package) = std::env::var_os("KEIKI_TEST_KERNEL_DIR").map(PathBuf::from) else {
-        eprintln!("skipped: KEIKI_TEST_KERNEL_DIR is not set, no guest kernel to test with");
+        skip("guest", "KEIKI_TEST_KERNEL_DIR is not set, no guest kernel to test with");
         return Ok(None);
     };
     let store = std::env::var_os("KEIKI_TEST_STORE").map_or_else(std::env::temp_dir, PathBuf::from);
@@ -64,7 +65,7 @@ pub fn lab() -> Result<Option<Lab>> {
 /// Of QEMU's own: None, with a message, where another engine is tested.
 pub fn qemu_lab() -> Result<Option<Lab>> {
     if is_kvm() {
-        eprintln!("skipped: a test of the other engine");
+        skip("engine", "a test of the other engine");
         return Ok(None);
     }
     lab()
@@ -73,7 +74,7 @@ pub fn qemu_lab() -> Result<Option<Lab>> {
 /// Of our own monitor's: None, with a message, where another engine is tested.
 pub fn kvm_lab() -> Result<Option<Lab>> {
     if !is_kvm() {
-        eprintln!("skipped: a test of the other engine");
+        skip("engine", "a test of the other engine");
         return Ok(None);
     }
     lab()

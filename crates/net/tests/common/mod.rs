@@ -49,13 +49,7 @@ pub struct World {
     _turn: File,
 }
 
-pub fn root() -> bool {
-    let root = rustix::process::geteuid().is_root();
-    if !root {
-        eprintln!("skipped: needs root");
-    }
-    root
-}
+pub use keiki_testing::is_root as root;
 
 pub fn run(command: &str) -> Result<String> {
     let output = Command::new("sh").args(["-c", command]).output()?;

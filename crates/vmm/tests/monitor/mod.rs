@@ -104,12 +104,10 @@ pub fn kernel(code: &[u8]) -> Vec<u8> {
     file
 }
 
-/// None, and says so, where no monitor can run; a failure with `KEIKI_TEST_NEED_KVM`.
+/// None, and says so, where no monitor can run.
 pub fn place() -> Option<Place> {
     if let Err(error) = keiki_hv::Kvm::open() {
-        let needed = std::env::var_os("KEIKI_TEST_NEED_KVM").is_some_and(|value| !value.is_empty());
-        assert!(!needed, "KEIKI_TEST_NEED_KVM is set, and there is no KVM here: {error}");
-        println!("skipped: no KVM here: {error}");
+        keiki_testing::skip("kvm", format!("no KVM here: {error}"));
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
