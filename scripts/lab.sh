@@ -37,7 +37,9 @@ native() {
 
 # in_lab OPTION... -- COMMAND...
 in_lab() {
-    cargo xtask lab --limit "$LIMIT" --out "$LAB_OUT" --put "$PROGRAMS:bin" "$@"
+    # Tests of the other engine are not for here.
+    cargo xtask lab --limit "$LIMIT" --out "$LAB_OUT" --put "$PROGRAMS:bin" \
+        --env KEIKI_TEST_STRICT="${KEIKI_TEST_STRICT:-}" --env KEIKI_TEST_WITHOUT=engine "$@"
 }
 
 # Where what a part leaves is found: out PART
@@ -63,22 +65,22 @@ build_template() {
 
 # part_of_e2e K/N [FILTER...]
 part_of_e2e() {
-    local part=$1
+    local part=$1 program
     shift
+    program=$(built test keiki-e2e e2e)
     out "e2e-${part%/*}"
     # shellcheck disable=SC2016 # for the shell in there
-    in_lab --cache --put "$TARGET/debug/keiki-e2e" --put examples --put sdk/python/src:sdk/python/src \
+    in_lab --cache --put "$program:e2e" --put examples --put sdk/python/src:sdk/python/src \
         --env KEIKI_ENGINE=kvm --env KEIKI_E2E_BIN=/lab/in/bin --env KEIKI_E2E_CACHE=/lab/cache \
         --env KEIKI_E2E_DIR=/store/e2e --env KEIKI_E2E_KEEP_LOGS=1 --env KEIKI_E2E_PATIENCE=6 --env KEIKI_E2E_CLOCK=1 \
-        --env KEIKI_E2E_PART="$part" --env KEIKI_E2E_PASSED=/lab/out/passed -- \
-        bash -c './keiki-e2e "$@"; status=$?; cp /store/e2e/*/node.log /lab/out/ --backup=numbered; exit $status' e2e "$@"
+        --env KEIKI_E2E_PART="$part" --env KEIKI_E2E_ONLY="$*" --env KEIKI_E2E_PASSED=/lab/out/passed -- \
+        bash -c './e2e --ignored --test-threads 1; status=$?; cp /store/e2e/*/node.log /lab/out/ --backup=numbered; exit $status'
 }
 
 run_e2e() {
     if native; then
-        build_dev -q
         KEIKI_ENGINE=kvm KEIKI_E2E_BIN=$OUT_DEV KEIKI_E2E_CACHE=$KEIKI_IMAGE_CACHE KEIKI_E2E_DIR=$STATE/e2e-kvm \
-            "$TARGET/debug/keiki-e2e" "$@"
+            KEIKI_E2E_ONLY="$*" "$(built test keiki-e2e e2e)" --ignored --test-threads 1
         return
     fi
     prepare_e2e

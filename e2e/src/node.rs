@@ -18,6 +18,8 @@ use tokio::{
 
 /// Each node of a run gets a network of its own: 10.213.0.0/16 and on.
 const FIRST_RANGE: u8 = 213;
+/// No test starts more nodes. A process that runs all tests has all ranges.
+const RANGES_OF_A_PROCESS: u8 = 4;
 static NEXT_RANGE: AtomicU8 = AtomicU8::new(0);
 const START_LIMIT: u64 = 60;
 const STOP_LIMIT: u64 = 60;
@@ -33,12 +35,13 @@ pub struct Places {
 impl Places {
     /// From the environment and this program's place.
     pub fn from_env() -> Result<Self> {
-        let beside = std::env::current_exe()?.parent().context("this program has no directory")?.to_owned();
+        let exe = std::env::current_exe()?;
+        let target = exe.ancestors().nth(3).context("this program is not in cargo's target directory")?;
         let here = std::env::current_dir()?.join(".keiki");
         let var = |name: &str, default: PathBuf| std::env::var_os(name).map_or(default, PathBuf::from);
         let root = var("KEIKI_E2E_DIR", here.join("e2e"));
         let cache = var("KEIKI_E2E_CACHE", here.join("cache"));
-        let bin = var("KEIKI_E2E_BIN", beside);
+        let bin = var("KEIKI_E2E_BIN", target.join("keiki-dev"));
         for program in ["keiki", "keiki-guest"] {
             ensure!(
                 bin.join(program).is_file(),
@@ -70,8 +73,15 @@ impl Places {
     }
 }
 
+/// The first lane of this process. Nextest runs several processes and numbers them.
+pub fn first_lane() -> usize {
+    crate::number("NEXTEST_TEST_GLOBAL_SLOT").unwrap_or(0)
+}
+
+/// Parallel processes have different ranges.
 fn first_range() -> u8 {
-    crate::number("KEIKI_E2E_RANGE").unwrap_or(FIRST_RANGE)
+    let first = crate::number("KEIKI_E2E_RANGE").unwrap_or(FIRST_RANGE);
+    first + u8::try_from(first_lane()).unwrap_or(0) * RANGES_OF_A_PROCESS
 }
 
 /// How a node is to be.
@@ -82,6 +92,8 @@ pub struct Options {
     range: u8,
     store_gib: u32,
     listen: String,
+    /// Its data stay for the next process in the same lane.
+    kept: bool,
 }
 
 impl Options {
@@ -93,7 +105,14 @@ impl Options {
             range: first_range() + NEXT_RANGE.fetch_add(1, Ordering::Relaxed),
             store_gib: 4,
             listen: "127.0.0.1:0".into(),
+            kept: false,
         }
+    }
+
+    /// Under nextest, keeps its data, above all templates, for the next process in this lane.
+    #[must_use]
+    pub fn kept_by_nextest(self) -> Self {
+        Self { kept: std::env::var_os("NEXTEST").is_some(), ..self }
     }
 
     /// With a store of this size.
@@ -139,10 +158,11 @@ impl Node {
     /// Starts one on empty directories.
     pub async fn start(places: &Places, options: Options) -> Result<Self> {
         // What a failed run left would be found again.
-        match fs::remove_dir_all(places.root.join(&options.name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Self::spawn(places, options, None).await,
+        let home = places.root.join(&options.name);
+        if !options.kept && home.exists() {
+            fs::remove_dir_all(home)?;
         }
+        Self::spawn(places, options, None).await
     }
 
     async fn spawn(places: &Places, options: Options, fail: Option<&str>) -> Result<Self> {
@@ -294,7 +314,7 @@ impl Node {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        if std::env::var_os("KEIKI_E2E_KEEP_LOGS").is_none() {
+        if !self.options.kept && std::env::var_os("KEIKI_E2E_KEEP_LOGS").is_none() {
             fs::remove_dir_all(home)?;
         }
         Ok(())

@@ -1,15 +1,15 @@
 //! What tests of several crates need. No program depends on it.
 //!
-//! A test that lacks something (root, KVM, a guest kernel) ends early and passes: fine on a laptop, a hole in CI. Where
-//! `KEIKI_TEST_STRICT` is set, as `make test` does, it fails instead, unless `KEIKI_TEST_WITHOUT` names what is missing:
-//! a list of words with commas between, as in `KEIKI_TEST_WITHOUT=kvm,guest`.
+//! A test that lacks something (root, KVM, a guest kernel) ends early and passes. In CI that would hide a hole, so
+//! `make test` sets `KEIKI_TEST_STRICT`, and the test fails instead, unless `KEIKI_TEST_WITHOUT` names what is missing, as
+//! in `KEIKI_TEST_WITHOUT=kvm,guest`.
 
 use std::fmt::Display;
 
 const STRICT: &str = "KEIKI_TEST_STRICT";
 const WITHOUT: &str = "KEIKI_TEST_WITHOUT";
 
-/// Says that the calling test cannot run for want of `need`; the test then returns.
+/// Reports that the calling test cannot run without `need`. The test then returns.
 ///
 /// # Panics
 /// In a strict run that does not name `need` as missing.
@@ -27,7 +27,7 @@ fn may_skip(need: &str, strict: &str, without: &str) -> bool {
     matches!(strict, "" | "0") || without.split(',').any(|word| word.trim() == need)
 }
 
-/// Whether this is root; if not, the test is skipped.
+/// Whether the caller is root. If not, reports the test as skipped.
 ///
 /// # Panics
 /// As [`skip`].

@@ -152,7 +152,7 @@ pub fn all() -> Vec<(&'static str, Test)> {
 }
 
 /// Those that measure times or the whole host: nothing else may run.
-pub const ALONE: &[&str] = &[
+const ALONE: &[&str] = &[
     "exec::a_timeout_kills_everything_it_started",
     "exec::a_background_child_does_not_hold_the_call",
     "clones::connections_with_the_outside_are_reset_at_once",
@@ -160,6 +160,30 @@ pub const ALONE: &[&str] = &[
     "load::a_slow_command_delays_no_other_sandbox",
     "load::thirty_two_clients_and_nothing_is_left",
 ];
+
+/// What the name of one that runs alone begins with: `.config/nextest.toml` gives these all places.
+const ALONE_MARK: &str = "alone::";
+
+/// A test's name as the harness has it.
+pub fn full_name(name: &str) -> String {
+    if ALONE.contains(&name) { format!("{ALONE_MARK}{name}") } else { name.to_owned() }
+}
+
+/// Does nothing else run beside it?
+pub fn is_alone(full_name: &str) -> bool {
+    full_name.starts_with(ALONE_MARK)
+}
+
+/// The module that a test is of.
+pub fn group(full_name: &str) -> &str {
+    let name = full_name.strip_prefix(ALONE_MARK).unwrap_or(full_name);
+    name.split("::").next().unwrap_or_default()
+}
+
+/// May it run? One sets this machine's clock.
+pub fn is_allowed(full_name: &str) -> bool {
+    full_name != "times::a_week_later_the_clock_is_right" || std::env::var_os("KEIKI_E2E_CLOCK").is_some()
+}
 
 /// The call was refused with this status, and the sentence has these words.
 pub fn refused<T>(answer: keiki_client::Result<T>, status: u16, words: &str) -> Result<()> {
