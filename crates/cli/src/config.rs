@@ -1,7 +1,8 @@
 //! Configuration of `keiki node`: flags, file and defaults, in this order.
 //!
-//! [`Settings`] is one layer: every setting is a flag (or its variable), a key of the file and a key of
-//! `default-config.toml`, the one place that holds defaults. [`Resolved`] is what the node starts with.
+//! [`Settings`] is one layer: every setting is a flag (or its variable), a key of the file and a
+//! key of `default-config.toml`, the one place that holds defaults. [`Resolved`] is what the node
+//! starts with.
 
 use crate::{env, exit::Failure, text::parse_duration};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -93,7 +94,8 @@ settings! {
     /// Directory of your own templates, one NAME.toml each [default: /etc/keiki/templates]
     #[arg(long, value_name = "DIR")]
     templates_dir: PathBuf,
-    /// Size of the store's file system, if the node has to make one [default: half of the free space, 4 to 64]
+    /// Size of the store's file system, if the node has to make one [default: half of the free
+    /// space, 4 to 64]
     #[arg(long, value_name = "GIB")]
     store_gib: u64,
     /// RAM that all sandboxes together may use [default: 90% of the host's]
@@ -285,7 +287,8 @@ fn find_guest(exe: &Path) -> Result<PathBuf, Failure> {
     })
 }
 
-/// One of our programs: where an installation has it, or beside this one. An error lists the places searched.
+/// One of our programs: where an installation has it, or beside this one. An error lists the places
+/// searched.
 pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
     let dir = exe.parent().unwrap_or(Path::new("/"));
     let places = [dir.join("../lib/keiki").join(name), dir.join(name)];
@@ -306,7 +309,8 @@ mod tests {
         assert_eq!(defaults.data_dir, Some("/var/lib/keiki".into()));
         assert_eq!(defaults.listen.as_deref(), Some("127.0.0.1:7777"));
         assert_eq!(defaults.log_format, Some(LogFormat::Text));
-        // Every key is in the file, set or commented out, and a commented one may be taken as it is.
+        // Every key is in the file, set or commented out, and a commented one may be taken as it
+        // is.
         let uncommented: Vec<&str> =
             DEFAULTS.lines().map(|line| line.strip_prefix("#: ").unwrap_or(line)).collect();
         for key in Settings::KEYS.iter().filter(|key| **key != "seats_ahead") {

@@ -13,7 +13,8 @@ use std::time::Duration;
 #[derive(Debug, Clone, clap::Args)]
 pub struct Global {
     /// Address of the node
-    #[arg(long, global = true, env = env::URL, default_value = "http://127.0.0.1:7777", hide_env_values = true)]
+    #[arg(long, global = true, default_value = "http://127.0.0.1:7777")]
+    #[arg(env = env::URL, hide_env_values = true)]
     pub url: String,
     /// API key for the node
     #[arg(long, global = true, env = env::API_KEY, hide_env_values = true)]

@@ -1,13 +1,14 @@
 //! Exit codes, and the failures behind them.
 
 use keiki_client::Error;
-use std::{error::Error as _, io};
+use keiki_sys::error_chain;
+use std::io;
 
 /// Result of a command: its exit code, or a failure.
 pub type Outcome = Result<i32, Failure>;
 
-/// The exit codes of `keiki` itself. `exec`, `run` and `shell` pass the remote code through; 124 and 125
-/// mean what they mean to `timeout` and `docker run`.
+/// The exit codes of `keiki` itself. `exec`, `run` and `shell` pass the remote code through; 124
+/// and 125 mean what they mean to `timeout` and `docker run`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExitCode {
     Success = 0,
@@ -80,23 +81,15 @@ impl Failure {
 
     /// The whole chain on one line.
     pub fn sentence(&self) -> String {
-        // `Node` is transparent: its own source is next.
-        let mut causes = Vec::new();
-        let mut source = self.source();
-        while let Some(error) = source {
-            causes.push(error.to_string());
-            source = error.source();
-        }
-        if let Self::Node(Error::Unreachable { .. }) = self {
+        match self {
             // The HTTP client's layers only repeat that it did not connect.
-            causes.drain(..causes.len().saturating_sub(1));
+            Self::Node(Error::Unreachable { source, .. }) => {
+                let last =
+                    std::iter::successors(Some(source as &dyn std::error::Error), |e| e.source()).last();
+                last.map_or_else(|| self.to_string(), |last| format!("{self}: {last}"))
+            }
+            _ => error_chain(self),
         }
-        let mut text = self.to_string();
-        for cause in causes {
-            text.push_str(": ");
-            text.push_str(&cause);
-        }
-        text
     }
 }
 

@@ -1,8 +1,8 @@
 //! Short ids.
 //!
-//! Ids are UUIDs that start with a timestamp: sandboxes of one fork share their first dozen digits and differ
-//! at the end. So tables show the last group of an id, and commands take the whole id or any unique prefix or
-//! suffix.
+//! Ids are UUIDs that start with a timestamp: sandboxes of one fork share their first dozen digits
+//! and differ at the end. So tables show the last group of an id, and commands take the whole id or
+//! any unique prefix or suffix.
 
 use crate::exit::Failure;
 use std::fmt::Display;

@@ -11,8 +11,8 @@ use tokio::sync::mpsc;
 /// Bytes per read.
 const PIECE: usize = 64 << 10;
 
-/// Reads on a thread of its own: a read of a terminal or pipe cannot be cancelled, so the process exits while
-/// it waits. The channel closes at the end of the input.
+/// Reads on a thread of its own: a read of a terminal or pipe cannot be cancelled, so the process
+/// exits while it waits. The channel closes at the end of the input.
 pub fn pieces() -> Result<mpsc::Receiver<io::Result<Bytes>>, Failure> {
     let (send, inbox) = mpsc::channel(4);
     let read_all = move || {

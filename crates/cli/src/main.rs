@@ -1,7 +1,7 @@
 //! `keiki`: the command line, the daemon included.
 //!
-//! Each command is one file in [`cmd`]: its arguments and an async `run`, which returns an exit code or an
-//! [`exit::Failure`]. Only this file prints failures and ends the process.
+//! Each command is one file in [`cmd`]: its arguments and an async `run`, which returns an exit
+//! code or an [`exit::Failure`]. Only this file prints failures and ends the process.
 
 mod args;
 mod bench;

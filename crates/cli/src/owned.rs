@@ -1,7 +1,7 @@
 //! What `bench` and `demo` create on a node, and delete again.
 //!
-//! Everything carries one label; children and snapshots inherit it. So the node itself knows what to delete, even
-//! a sandbox whose creation was interrupted before its id came back.
+//! Everything carries one label; children and snapshots inherit it. So the node itself knows what
+//! to delete, even a sandbox whose creation was interrupted before its id came back.
 
 use crate::exit::Failure;
 use keiki_client::{Client, Error, SandboxId, api::CreateSandbox};

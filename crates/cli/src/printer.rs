@@ -95,8 +95,8 @@ pub enum Target {
     Stderr,
 }
 
-/// Writes a command's output, byte for byte and in order. It does so on its own thread: a stalled reader must not
-/// block Ctrl-C.
+/// Writes a command's output, byte for byte and in order. It does so on its own thread: a stalled
+/// reader must not block Ctrl-C.
 pub struct Output {
     chunks: mpsc::Sender<(Target, Bytes)>,
     thread: JoinHandle<io::Result<()>>,

@@ -3,8 +3,8 @@
 use crate::exit::Failure;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Resolves with the first of SIGINT, SIGTERM and SIGHUP to arrive. From the first call on they no longer kill
-/// the process.
+/// Resolves with the first of SIGINT, SIGTERM and SIGHUP to arrive. From the first call on they no
+/// longer kill the process.
 pub async fn interrupted() -> i32 {
     let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
     let waits = kinds.into_iter().filter_map(|kind| {

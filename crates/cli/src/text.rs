@@ -71,8 +71,8 @@ pub fn parse_pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// `NAME=@FILE`, or `NAME` for the value of that variable. Never the value itself: any user of this host can read
-/// command lines.
+/// `NAME=@FILE`, or `NAME` for the value of that variable. Never the value itself: any user of this
+/// host can read command lines.
 pub fn parse_secret(text: &str) -> Result<(String, Secret), String> {
     let (name, value) = match text.split_once('=') {
         Some((name, source)) => {

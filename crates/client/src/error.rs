@@ -1,67 +1,56 @@
-//! What can go wrong between a caller and a node.
+//! Errors of the client.
 
 use std::time::Duration;
 
-/// Result of the client.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The node refused or failed, and said so.
+    /// The node refused the request, or failed.
     #[error("{message}")]
     Api {
-        /// HTTP status.
         status: u16,
-        /// The node's sentence.
         message: String,
-        /// Tail of the guest's console, where the node sent it.
+        /// Last lines of the guest's console, if the node sent them.
         console: Option<String>,
-        /// When the node asks to try again.
+        /// How long the node asks to wait.
         retry_after: Option<Duration>,
     },
-    /// The address is not usable.
-    #[error("{url:?} is no address of a node: {why}")]
-    Address {
-        /// As given.
-        url: String,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// No node answers there.
-    #[error("no node answers at {url} (is `keiki node` running? KEIKI_URL says where)")]
+    /// The address cannot be used.
+    #[error("not the address of a node: {url:?}: {why}")]
+    Address { url: String, why: String },
+    /// No node answers at the address.
+    #[error("no node answers at {url} (is `keiki node` running? set KEIKI_URL to its address)")]
     Unreachable {
-        /// Base URL.
         url: String,
-        /// The cause.
         #[source]
         source: reqwest::Error,
     },
-    /// The connection broke.
+    /// The connection to the node broke.
     #[error("the connection to the node failed")]
     Transport(#[source] reqwest::Error),
-    /// The connection of a terminal or a port broke.
+    /// The connection to a terminal or a port broke.
     #[error("the connection to the sandbox failed")]
     Socket(#[source] Box<tokio_tungstenite::tungstenite::Error>),
-    /// The node answered something this client does not understand.
-    #[error("the node's answer was not understood: {0}")]
+    /// This client does not understand the answer.
+    #[error("cannot understand the node's answer: {0}")]
     Protocol(String),
-    /// The connection to a port was reset inside.
+    /// The sandbox reset the connection to a port.
     #[error("{0}")]
     Connection(String),
-    /// A command that was started could not be carried to its end.
+    /// A command failed after it was started.
     #[error("{0}")]
     Command(String),
-    /// A command's time was up and it was killed.
+    /// A command was killed by its timeout.
     #[error("{0}")]
     CommandTimeout(String),
-    /// The stream of a command ended without its exit code: its machine or the node is gone.
-    #[error("the command's output ended without an exit code: the sandbox or the node went away")]
+    /// The output of a command ended without an exit code: its machine or the node is gone.
+    #[error("the command's output ended without an exit code: the sandbox or the node is gone")]
     Interrupted,
 }
 
 impl Error {
-    /// HTTP status of the node's refusal, if it is one.
+    /// HTTP status, if the node answered.
     #[must_use]
     pub fn status(&self) -> Option<u16> {
         match self {
@@ -70,13 +59,12 @@ impl Error {
         }
     }
 
-    /// Is what was asked for not there?
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         self.status() == Some(404)
     }
 
-    /// Was time up: of a command, or of the guest?
+    /// Did a command or the guest time out?
     #[must_use]
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::CommandTimeout(_)) || self.status() == Some(504)

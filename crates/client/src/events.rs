@@ -1,4 +1,4 @@
-//! What happened to sandboxes.
+//! Events of sandboxes.
 
 use crate::{
     error::{Error, Result},
@@ -12,12 +12,12 @@ use keiki_types::{
 };
 use reqwest::{Method, RequestBuilder};
 
-/// Most that one answer lists.
+/// Most events in one answer.
 const MOST: usize = 1000;
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says.
 impl Client {
-    /// Events of a sandbox, or of all, oldest first: those after the number `since`, or the last ones; at most `limit`.
+    /// Events of one sandbox or all, oldest first: those after number `since`, or the latest; at
+    /// most `limit`.
     pub async fn events(
         &self,
         of: Option<SandboxId>,
@@ -29,7 +29,8 @@ impl Client {
         self.json::<EventList>(request).await.map(|list| list.items)
     }
 
-    /// The same without a limit, and then what comes. Ends with the node, or with the sandbox's deletion.
+    /// Past events without a limit, then new ones. Ends when the node stops or the sandbox is
+    /// deleted.
     pub async fn follow_events(
         &self,
         of: Option<SandboxId>,

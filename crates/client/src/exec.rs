@@ -1,4 +1,4 @@
-//! Commands in a sandbox, buffered and streamed.
+//! Commands in a sandbox, buffered or streamed.
 
 use crate::{
     error::{Error, Result},
@@ -20,29 +20,28 @@ use std::{
     task::{Context, Poll},
 };
 
-/// What a running command sends. `Exit` is last.
+/// Output of a command. `Exit` is last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExecEvent {
-    /// Bytes of standard output.
     Stdout(Bytes),
-    /// Bytes of standard error.
     Stderr(Bytes),
     /// As a shell reports it: 128+n for signal n, 127 not found, 126 not executable.
     Exit(i32),
 }
 
-/// The events of a running command. A stream that ends without `Exit` yields [`Error::Interrupted`] first.
-/// Dropping it before the exit kills the command and everything it started, unless that goes on without its caller.
+/// The output of a command. If it breaks off without `Exit`, the last item is
+/// [`Error::Interrupted`]. Dropping the stream before that kills the command and its children,
+/// unless it runs in the background.
 pub struct ExecStream {
     events: BoxStream<'static, Result<Event>>,
     over: bool,
 }
 
 impl Client {
-    /// Runs a command to its end. Each stream keeps 16 MiB; see `truncated`.
+    /// Runs a command to its end. Keeps 16 MiB of each stream; see `truncated`.
     ///
     /// # Errors
-    /// [`Error::CommandTimeout`] if its time was up, else as [`Error`] says. A command that fails is no error.
+    /// [`Error::CommandTimeout`] if it timed out. A command that fails is not an error.
     pub async fn exec(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecResult> {
         self.post(&path(id, "/exec"), request).await.map_err(|error| match error {
             Error::Api { status: 504, message, .. } => Error::CommandTimeout(message),
@@ -50,10 +49,7 @@ impl Client {
         })
     }
 
-    /// Starts a command and returns what it sends, byte-exact and without limit.
-    ///
-    /// # Errors
-    /// As [`Error`] says.
+    /// Starts a command and returns its output, byte for byte and without limit.
     pub async fn exec_stream(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecStream> {
         let post = self.request(Method::POST, &path(id, "/exec/stream")).json(request);
         let response = self.send(post.header("accept", "text/event-stream")).await?;
@@ -110,7 +106,7 @@ struct Failed {
     error: String,
 }
 
-/// None for events this version does not know.
+/// None for events unknown to this version.
 fn decode(event: &Event) -> Result<Option<ExecEvent>> {
     let unclear = |error: serde_json::Error| Error::Protocol(format!("{} event: {error}", event.event));
     let chunk = || -> Result<Bytes> {

@@ -1,4 +1,4 @@
-//! Commands that go on without their caller.
+//! Background commands.
 
 use crate::{error::Result, exec::ExecStream, sandboxes::path, transport::Client};
 use bytes::Bytes;
@@ -8,12 +8,12 @@ use keiki_types::{
 };
 use reqwest::{Body, Method};
 
-/// Where to read a command from.
+/// Where to start reading the output of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
-    /// These bytes of standard output and standard error on.
+    /// At these offsets of standard output and standard error.
     Offsets(u64, u64),
-    /// So many bytes before the end of each.
+    /// This many bytes before the end of each.
     Tail(u64),
 }
 
@@ -21,24 +21,22 @@ fn at(id: SandboxId, exec: &str, rest: &str) -> String {
     path(id, &format!("/execs/{exec}{rest}"))
 }
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
 impl Client {
-    /// Starts a command that goes on without its caller.
+    /// Starts a command in the background.
     pub async fn start_exec(&self, id: SandboxId, request: &StartExec) -> Result<Exec> {
         self.post(&path(id, "/execs"), request).await
     }
 
-    /// All commands that run, and those that ended lately, oldest first.
+    /// Running and recently exited commands, oldest first.
     pub async fn execs(&self, id: SandboxId) -> Result<Vec<Exec>> {
         self.get::<ExecList>(&path(id, "/execs")).await.map(|list| list.items)
     }
 
-    /// One command.
     pub async fn get_exec(&self, id: SandboxId, exec: &str) -> Result<Exec> {
         self.get(&at(id, exec, "")).await
     }
 
-    /// Reads a command from there to its end. Dropping the stream leaves the command as it is.
+    /// Reads the output of a command to its end. Dropping the stream leaves the command running.
     pub async fn attach_exec(&self, id: SandboxId, exec: &str, from: From) -> Result<ExecStream> {
         let query = match from {
             From::Offsets(out, err) => vec![("stdout_offset", out), ("stderr_offset", err)],
@@ -55,13 +53,14 @@ impl Client {
         self.send(request).await.map(drop)
     }
 
-    /// Writes to a command's standard input or terminal; `eof` ends it. Returns how much was taken.
+    /// Writes to a command's standard input or terminal; `eof` closes it. Returns how much was
+    /// accepted.
     pub async fn write_exec(&self, id: SandboxId, exec: &str, data: Bytes, eof: bool) -> Result<u64> {
         let request = self.request(Method::POST, &at(id, exec, "/stdin")).query(&[("eof", eof)]);
         self.json::<InputTaken>(request.body(Body::from(data))).await.map(|taken| taken.bytes)
     }
 
-    /// Kills what still runs of a command and forgets it.
+    /// Kills a command, if it still runs, and forgets it.
     pub async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
         self.remove(&at(id, exec, "")).await
     }

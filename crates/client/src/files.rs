@@ -16,22 +16,20 @@ use reqwest::{Body, Method};
 
 /// A file being read.
 pub struct FileReader {
-    /// Its size, where the node said it.
+    /// Size, if known.
     pub size: Option<u64>,
-    /// Its contents.
     pub chunks: BoxStream<'static, Result<Bytes>>,
 }
 
-/// What is taken over of an archive.
+/// How to unpack an archive.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Unpacking {
-    /// Owners by their numbers; else all is root's.
+    /// Keep owners, by number; otherwise root owns everything.
     pub owners: bool,
-    /// The archive's top directory becomes the destination itself.
+    /// Unpack the contents of the top directory, not the directory itself.
     pub strip_top: bool,
 }
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
 impl Client {
     /// Reads a file of any size.
     pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<FileReader> {
@@ -41,7 +39,7 @@ impl Client {
         Ok(FileReader { size, chunks })
     }
 
-    /// Writes a file of any size; missing parents are made. The old file stays until the new one is whole.
+    /// Writes a file of any size, atomically. Creates missing parents.
     pub async fn write_file(
         &self,
         id: SandboxId,
@@ -52,7 +50,7 @@ impl Client {
         self.put(id, path, mode, Body::wrap_stream(data)).await
     }
 
-    /// Writes a file that is in memory.
+    /// Writes a file from memory.
     pub async fn write_bytes(
         &self,
         id: SandboxId,
@@ -70,14 +68,14 @@ impl Client {
         self.json(request.header("content-type", "application/octet-stream").body(body)).await
     }
 
-    /// A file or directory as a tar stream, its last name on top.
+    /// Reads a file or directory as a tar stream.
     pub async fn read_archive(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
         let request = self.request(Method::GET, &at(id, "/archive")).query(&[("path", path)]);
         let response = self.send(request).await?;
         Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
     }
 
-    /// Unpacks a tar stream into a directory of a sandbox. A refused one leaves nothing.
+    /// Unpacks a tar stream into a directory. A refused stream leaves nothing behind.
     pub async fn write_archive(
         &self,
         id: SandboxId,
@@ -90,8 +88,8 @@ impl Client {
         self.json(request.header("content-type", "application/x-tar").body(Body::wrap_stream(data))).await
     }
 
-    /// What changes at a path, or (`recursive`) below it. The first event is `ready`; the stream ends when what is
-    /// watched is gone.
+    /// Watches a path, and everything below it if `recursive`. The first event is `ready`; the
+    /// stream ends when the path is removed.
     pub async fn watch(
         &self,
         id: SandboxId,
@@ -120,12 +118,11 @@ impl Client {
         self.json::<FsList>(request).await.map(|list| list.entries)
     }
 
-    /// What a path is.
     pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         self.json(self.request(Method::GET, &at(id, "/fs/stat")).query(&[("path", path)])).await
     }
 
-    /// Makes a directory, with its parents.
+    /// Creates a directory and its parents.
     pub async fn mkdir(&self, id: SandboxId, path: &str, mode: Option<u32>) -> Result<()> {
         let mode = mode.map(|mode| format!("{mode:04o}"));
         self.change(id, "mkdir", FsChange { path: path.into(), mode, recursive: true, ..Default::default() })

@@ -13,11 +13,11 @@
 //! # }
 //! ```
 //!
-//! - Every refusal is [`Error::Api`]: its status and the node's sentence.
-//! - A create or fork that the node refuses for the moment (503 or 429 with `Retry-After`: nothing was made)
-//!   is tried again within [`Client::with_retry_budget`]. Nothing else is ever sent twice.
-//! - Nothing has a time limit of its own but connecting: a command or a build may take hours. Wrap a call in
-//!   a timeout where you want one; dropping a call or a stream is the way to cancel it.
+//! - A refused request is [`Error::Api`], with the status and the node's message.
+//! - A create or fork that the node refuses for now (503 or 429 with `Retry-After`: nothing was
+//!   created) is retried within [`Client::with_retry_budget`]. Nothing else is ever sent twice.
+//! - Only connecting has a time limit: a command or a build may take hours. Wrap a call in a
+//!   timeout where you want one. To cancel a call or a stream, drop it.
 
 mod error;
 mod events;
@@ -30,7 +30,7 @@ mod retry;
 mod sandboxes;
 mod snapshots;
 mod socket;
-pub mod sse;
+mod sse;
 mod tcp;
 mod templates;
 mod transport;

@@ -1,4 +1,4 @@
-//! Ports of a sandbox, and links to them.
+//! Ports in a sandbox, and browser links to them.
 
 use crate::{error::Result, sandboxes::path, transport::Client};
 use keiki_types::{
@@ -6,14 +6,13 @@ use keiki_types::{
     api::{CreatePreview, Port, PortList, Preview},
 };
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says.
 impl Client {
-    /// TCP ports that something in the sandbox listens on.
+    /// Listening TCP ports.
     pub async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
         self.get::<PortList>(&path(id, "/ports")).await.map(|list| list.items)
     }
 
-    /// A link to a port, for a browser.
+    /// Creates a browser link to a port.
     pub async fn create_preview(&self, id: SandboxId, request: &CreatePreview) -> Result<Preview> {
         self.post(&path(id, "/previews"), request).await
     }

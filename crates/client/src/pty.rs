@@ -1,4 +1,4 @@
-//! A command on a terminal: bytes both ways, and its size.
+//! Commands on a terminal.
 
 use crate::{
     error::{Error, Result},
@@ -15,52 +15,42 @@ use tokio_tungstenite::tungstenite::Message;
 /// What to run on the terminal.
 #[derive(Debug, Clone, Default)]
 pub struct PtyRequest {
-    /// Columns.
     pub cols: u32,
-    /// Rows.
     pub rows: u32,
-    /// A shell line; default the user's login shell.
+    /// Shell command line; the user's login shell by default.
     pub cmd: Option<String>,
-    /// Working directory.
     pub cwd: Option<String>,
     /// User name or `uid[:gid]`.
     pub user: Option<String>,
-    /// Let the command go on when the connection is lost.
+    /// Keep the command running if the connection is lost.
     pub keep: bool,
 }
 
-/// What comes from the terminal. `Exit` is last.
+/// Output of the terminal. `Exit` or `Detached` is last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PtyEvent {
-    /// Output.
     Output(Bytes),
-    /// The command's exit code.
     Exit(i32),
-    /// It was left, and goes on.
+    /// Detached; the command keeps running.
     Detached,
 }
 
-/// A terminal in a sandbox. Dropping both halves kills the command, unless it is kept.
+/// A terminal in a sandbox. Dropping both halves kills the command, unless `keep` was set.
 pub struct Pty {
-    /// The command's id, to come back to.
+    /// Id of the command, to reattach to.
     pub exec: String,
-    /// To the command.
     pub input: PtyInput,
-    /// From the command.
     pub output: PtyOutput,
 }
 
-/// Keys and sizes to the command.
+/// Input to the terminal.
 pub struct PtyInput(stream::SplitSink<Socket, Message>);
 
-/// Output of the command.
+/// Output of the terminal.
 pub struct PtyOutput(stream::SplitStream<Socket>);
 
 impl Client {
     /// Starts a command on a new terminal.
-    ///
-    /// # Errors
-    /// As [`Error`] says.
     pub async fn pty(&self, id: SandboxId, request: &PtyRequest) -> Result<Pty> {
         let mut query = vec![("cols", request.cols.to_string()), ("rows", request.rows.to_string())];
         let texts = [("cmd", &request.cmd), ("cwd", &request.cwd), ("user", &request.user)];
@@ -70,11 +60,8 @@ impl Client {
         Ok(Pty::new(socket, exec.unwrap_or_default()))
     }
 
-    /// Comes back to a command on its terminal. What it wrote last comes first: `tail` bytes of it. Whoever was there
-    /// is sent away. Dropping both halves leaves the command as it is.
-    ///
-    /// # Errors
-    /// As [`Error`] says.
+    /// Reattaches to a command on its terminal, starting with the last `tail` bytes of output.
+    /// Detaches any other client. Dropping both halves leaves the command running.
     pub async fn attach_pty(&self, id: SandboxId, exec: &str, tail: u64) -> Result<Pty> {
         let at = path(id, &format!("/execs/{exec}/pty"));
         let (socket, _) = self.socket(&at, &[("tail", tail.to_string())]).await?;
@@ -90,35 +77,22 @@ impl Pty {
 }
 
 impl PtyInput {
-    /// Types.
-    ///
-    /// # Errors
-    /// If the connection is gone.
     pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
         self.0.send(Message::Binary(bytes)).await.map_err(broken)
     }
 
-    /// Leaves the command, which goes on.
-    ///
-    /// # Errors
-    /// If the connection is gone.
+    /// Detaches; the command keeps running.
     pub async fn detach(&mut self) -> Result<()> {
         self.0.send(Message::Text(r#"{"detach":true}"#.into())).await.map_err(broken)
     }
 
     /// Sends a signal to every process of the command.
-    ///
-    /// # Errors
-    /// If the connection is gone.
     pub async fn signal(&mut self, signal: i32) -> Result<()> {
         let text = serde_json::json!({"signal": signal}).to_string();
         self.0.send(Message::Text(text.into())).await.map_err(broken)
     }
 
-    /// Tells the terminal its size.
-    ///
-    /// # Errors
-    /// If the connection is gone.
+    /// Sets the size of the terminal.
     pub async fn resize(&mut self, cols: u32, rows: u32) -> Result<()> {
         let text = serde_json::json!({"resize": {"cols": cols, "rows": rows}}).to_string();
         self.0.send(Message::Text(text.into())).await.map_err(broken)
@@ -126,10 +100,10 @@ impl PtyInput {
 }
 
 impl PtyOutput {
-    /// The next piece. Nothing follows the exit code.
+    /// The next piece of output. Nothing follows the exit code.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] if the connection ends without an exit code.
+    /// [`Error::Interrupted`] if the connection breaks off without an exit code.
     pub async fn next(&mut self) -> Result<PtyEvent> {
         loop {
             match self.0.next().await {
@@ -149,11 +123,11 @@ fn last_word(text: &str) -> Result<PtyEvent> {
     enum Word {
         Exit { exit_code: i32 },
         Failed { error: String },
-        Left { detached: bool },
+        Detached { detached: bool },
     }
     match serde_json::from_str(text) {
-        Ok(Word::Left { detached: true }) => Ok(PtyEvent::Detached),
-        Ok(Word::Left { detached: false }) => Err(Error::Protocol("neither left nor ended".into())),
+        Ok(Word::Detached { detached: true }) => Ok(PtyEvent::Detached),
+        Ok(Word::Detached { detached: false }) => Err(Error::Protocol("neither detached nor exited".into())),
         Ok(Word::Exit { exit_code }) => Ok(PtyEvent::Exit(exit_code)),
         Ok(Word::Failed { error }) => Err(Error::Command(error)),
         Err(error) => Err(Error::Protocol(error.to_string())),

@@ -1,8 +1,8 @@
-//! When a create or fork is tried again.
+//! Retries of create and fork.
 //!
-//! The node answers 503 or 429 with `Retry-After` only where nothing was made, so sending the request again
-//! cannot make two. Waits are the node's hint and a random part that grows, so that many clients that were
-//! refused together do not come back together.
+//! The node answers 503 or 429 with `Retry-After` only if it created nothing, so a retry cannot
+//! create two. The wait is the node's hint plus a growing random part, so that clients refused
+//! together do not return together.
 
 use crate::error::{Error, Result};
 use std::{
@@ -10,23 +10,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A refusal that will be tried again.
+/// A refused request that will be retried.
 #[derive(Debug, Clone)]
 pub struct Retry {
     /// 1 for the first refusal.
     pub attempt: u32,
-    /// HTTP status.
     pub status: u16,
-    /// The node's sentence.
     pub message: String,
-    /// How long until the next attempt.
+    /// Wait before the next attempt.
     pub delay: Duration,
 }
 
 const CAPS: [u64; 5] = [1, 2, 4, 8, 15];
 
-/// The wait before the next attempt: the hint and `random` (0 to 1) of a growing cap, within what is left of
-/// the budget. None if the hint alone is beyond it.
+/// The wait before the next attempt: the hint plus `random` (0 to 1) of a growing cap, within what
+/// is left of the budget. None if the hint alone exceeds it.
 pub(crate) fn delay(attempt: u32, hint: Duration, left: Duration, random: f64) -> Option<Duration> {
     if hint > left || left.is_zero() {
         return None;
@@ -61,10 +59,10 @@ where
         }
         tokio::time::sleep(delay).await;
     }
-    Err(Error::Protocol("the node refused more often than can be counted".into()))
+    Err(Error::Protocol("the node refused too many times".into()))
 }
 
-/// 0 to 1, different every time: the standard library seeds each hasher state anew.
+/// A random number from 0 to 1: the standard library seeds every hasher state.
 fn random() -> f64 {
     f64::from(RandomState::new().hash_one(0u8) as u32) / f64::from(u32::MAX)
 }
@@ -100,7 +98,8 @@ mod tests {
             async { answer }
         })
         .await;
-        // The random part may spend the budget before the third call; then the refusal is the answer.
+        // The random part may spend the budget before the third call; then the refusal is the
+        // answer.
         assert!(matches!(done, Ok(3) | Err(Error::Api { status: 503, .. })), "{done:?}");
         assert!(calls >= 2);
 

@@ -1,4 +1,4 @@
-//! Sandboxes: the verbs of their life.
+//! Sandboxes.
 
 use crate::{
     error::{Error, Result},
@@ -16,15 +16,11 @@ use keiki_types::{
 use reqwest::Method;
 use serde::Deserialize;
 
-/// Which part of a log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LogStream {
-    /// Everything.
     #[default]
     Both,
-    /// What went to standard output.
     Stdout,
-    /// What went to standard error.
     Stderr,
 }
 
@@ -42,14 +38,13 @@ pub(crate) fn path(id: SandboxId, rest: &str) -> String {
     format!("/v1/sandboxes/{id}{rest}")
 }
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
 impl Client {
-    /// Makes a sandbox. Returns once it is released to its user.
+    /// Creates a sandbox. Returns once it is ready.
     pub async fn create(&self, request: &CreateSandbox) -> Result<Sandbox> {
         self.post_patiently("/v1/sandboxes", request).await
     }
 
-    /// All sandboxes, newest first. `memory`: with their memory use.
+    /// All sandboxes, newest first, with their memory use if `memory`.
     pub async fn list(&self, memory: bool) -> Result<Vec<Sandbox>> {
         let path = if memory { "/v1/sandboxes?memory=true" } else { "/v1/sandboxes" };
         self.get::<SandboxList>(path).await.map(|list| list.items)
@@ -60,47 +55,47 @@ impl Client {
         self.get(&path(id, "")).await
     }
 
-    /// Ends a sandbox and frees everything of it.
+    /// Deletes a sandbox.
     pub async fn delete(&self, id: SandboxId) -> Result<()> {
         self.remove(&path(id, "")).await
     }
 
-    /// Branches children off a running sandbox; it goes on. All of them or none.
+    /// Forks a running sandbox: creates all children or none.
     pub async fn fork(&self, id: SandboxId, request: &ForkSandbox) -> Result<Forked> {
         self.post_patiently(&path(id, "/fork"), request).await
     }
 
-    /// Like fork; the children carry the id of the fan-out, for [`Client::promote`].
+    /// Forks a running sandbox; the children carry the id of the tree, for [`Client::promote`].
     pub async fn fork_tree(&self, id: SandboxId, request: &ForkTree) -> Result<ForkedTree> {
         self.post_patiently(&path(id, "/fork-tree"), request).await
     }
 
-    /// Chooses one child of a fan-out.
+    /// Promotes one child of a fork tree.
     pub async fn promote(&self, id: SandboxId, request: &Promote) -> Result<Promoted> {
         self.post(&path(id, "/promote"), request).await
     }
 
-    /// Stops its vCPUs, keeps it in memory.
+    /// Pauses a sandbox, keeping it in memory.
     pub async fn pause(&self, id: SandboxId) -> Result<Sandbox> {
         self.act(&path(id, "/pause")).await
     }
 
-    /// Lets a paused sandbox go on.
+    /// Resumes a paused sandbox.
     pub async fn resume(&self, id: SandboxId) -> Result<Sandbox> {
         self.act(&path(id, "/resume")).await
     }
 
-    /// Stores it and stops it.
+    /// Saves a sandbox to disk and stops it.
     pub async fn hibernate(&self, id: SandboxId) -> Result<Sandbox> {
         self.act(&path(id, "/hibernate")).await
     }
 
-    /// Brings a hibernated sandbox back under the same id.
+    /// Wakes a hibernated sandbox under the same id.
     pub async fn wake(&self, id: SandboxId) -> Result<Sandbox> {
         self.act(&path(id, "/wake")).await
     }
 
-    /// Takes a snapshot; the sandbox goes on. Returns once the snapshot is durable.
+    /// Takes a snapshot of a running sandbox. Returns once it is durable.
     pub async fn snapshot(&self, id: SandboxId) -> Result<Snapshot> {
         self.act(&path(id, "/snapshots")).await
     }
@@ -115,7 +110,7 @@ impl Client {
         self.json(self.request(Method::PATCH, &path(id, "/lifecycle")).json(request)).await
     }
 
-    /// The log so far, as bytes: a guest's console is not always text.
+    /// The log so far, as bytes: it need not be text.
     pub async fn logs(
         &self,
         id: SandboxId,
@@ -126,7 +121,7 @@ impl Client {
         Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
     }
 
-    /// The log so far and what comes, line by line.
+    /// The log so far and new output, line by line.
     pub async fn follow_logs(
         &self,
         id: SandboxId,
@@ -146,7 +141,7 @@ impl Client {
         Ok(lines.boxed())
     }
 
-    /// What the node is.
+    /// Version and engine of the node.
     pub async fn version(&self) -> Result<Version> {
         self.get("/v1/version").await
     }

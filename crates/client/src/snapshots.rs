@@ -7,7 +7,6 @@ use keiki_types::{
 };
 use reqwest::Method;
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
 impl Client {
     /// All snapshots, or those of one sandbox, newest first.
     pub async fn snapshots(&self, of: Option<SandboxId>) -> Result<Vec<Snapshot>> {
@@ -23,12 +22,12 @@ impl Client {
         self.get(&format!("/v1/snapshots/{id}")).await
     }
 
-    /// Deletes a snapshot; what was restored from it goes on.
+    /// Deletes a snapshot. Sandboxes restored from it keep running.
     pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
         self.remove(&format!("/v1/snapshots/{id}")).await
     }
 
-    /// A new sandbox from a snapshot. `request` says the rest.
+    /// Creates a sandbox from a snapshot; `request` has the other options.
     pub async fn restore(&self, id: SnapshotId, request: CreateSandbox) -> Result<Sandbox> {
         self.create(&CreateSandbox { template: None, from_snapshot: Some(id.to_string()), ..request }).await
     }

@@ -1,4 +1,4 @@
-//! WebSockets: the handshake with address, key and query, and what a refusal says.
+//! WebSockets: handshake and refusals.
 
 use crate::{
     error::{Error, Result},
@@ -14,19 +14,20 @@ use tokio_tungstenite::{
 pub(crate) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
 impl Client {
-    /// Opens a WebSocket at a path of the node. Also returns the id of the command behind it, if there is one.
+    /// Opens a WebSocket. Also returns the id of the command behind it, if there is one.
     pub(crate) async fn socket(
         &self,
         path: &str,
         query: &[(&str, String)],
     ) -> Result<(Socket, Option<String>)> {
-        // Only to have the query encoded; the request itself is the web socket's.
+        // Never sent: it only encodes the query.
         let get = self.request(reqwest::Method::GET, path).query(query);
         let url = get.build().map_err(Error::Transport)?.url().as_str().replacen("http", "ws", 1);
         let mut handshake = url.into_client_request().map_err(broken)?;
         if let Some(key) = &self.api_key {
-            let value = http::HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Protocol("the API key has characters that no header may have".into()))?;
+            let value = http::HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+                Error::Protocol("the API key has characters that are not allowed in a header".into())
+            })?;
             handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
         }
         let (socket, answer) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
@@ -39,7 +40,7 @@ pub(crate) fn broken(error: tungstenite::Error) -> Error {
     Error::Socket(Box::new(error))
 }
 
-/// A refused handshake carries the node's sentence like any other answer.
+/// A refused handshake has the body of any other error.
 fn refused(error: tungstenite::Error) -> Error {
     #[derive(Deserialize)]
     struct Body {
@@ -50,7 +51,7 @@ fn refused(error: tungstenite::Error) -> Error {
     let body = response.body().as_deref().unwrap_or_default();
     let message = match serde_json::from_slice::<Body>(body) {
         Ok(body) => body.error,
-        Err(_) => format!("the node answered {status} without saying why"),
+        Err(_) => format!("the node answered {status} without a reason"),
     };
     Error::Api { status, message, console: None, retry_after: None }
 }

@@ -1,22 +1,21 @@
-//! Server-sent events, as the node sends them: a parser that takes bytes in any pieces.
+//! Server-sent events.
 
 use crate::error::{Error, Result};
 use futures::{Stream, StreamExt, stream::BoxStream};
 use std::collections::VecDeque;
 
-/// One event.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Event {
-    /// The `event:` field; empty where there was none.
+    /// The `event:` field, or empty.
     pub event: String,
     /// The `data:` lines, joined by newlines.
     pub data: String,
 }
 
-/// An event larger than this is an error, not memory.
+/// A larger event is an error: memory has a bound.
 const MAX_EVENT: usize = 16 << 20;
 
-/// Takes bytes, gives events. Lines end in LF, CR or CRLF.
+/// Parses bytes in pieces of any size. Lines end in LF, CR or CRLF.
 #[derive(Debug, Default)]
 pub struct Parser {
     line: Vec<u8>,
@@ -27,10 +26,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// Takes the next bytes of the stream.
-    ///
-    /// # Errors
-    /// If an event is larger than 16 MiB.
+    /// Takes the next bytes. Fails if an event is larger than 16 MiB.
     pub fn push(&mut self, bytes: &[u8]) -> Result<()> {
         for &byte in bytes {
             let lf_of_crlf = byte == b'\n' && self.after_cr;
@@ -47,7 +43,7 @@ impl Parser {
         Ok(())
     }
 
-    /// The next whole event, if there is one.
+    /// The next complete event, if there is one.
     pub fn pop(&mut self) -> Option<Event> {
         self.ready.pop_front()
     }
@@ -73,13 +69,12 @@ impl Parser {
                 self.has_data = true;
                 self.event.data.push_str(value);
             }
-            // Comments (an empty field name), ids and retry hints mean nothing here.
+            // Comments (an empty field name), ids and retry hints are ignored.
             _ => {}
         }
     }
 }
 
-/// The events of a response body.
 pub(crate) fn events(
     body: impl Stream<Item = reqwest::Result<bytes::Bytes>> + Send + 'static,
 ) -> BoxStream<'static, Result<Event>> {
@@ -117,7 +112,8 @@ mod tests {
         Event { event: event.into(), data: data.into() }
     }
 
-    const STREAM: &str = ": ping\r\n\r\nevent: stdout\ndata: {\"chunk\":\"h\u{e9}\"}\n\nid: 7\ndata: a\ndata:b\r\rdata\n\n\
+    const STREAM: &str = ": ping\r\n\r\nevent: stdout\ndata: {\"chunk\":\"h\u{e9}\"}\n\n\
+                          id: 7\ndata: a\ndata:b\r\rdata\n\n\
                           event: lost\n\ndata: last\r\n\r\n";
 
     fn expected() -> Vec<Event> {

@@ -1,4 +1,4 @@
-//! TCP connections to ports inside a sandbox.
+//! TCP connections to ports in a sandbox.
 
 use crate::{
     error::{Error, Result},
@@ -12,28 +12,27 @@ use keiki_types::SandboxId;
 use serde::Deserialize;
 use tokio_tungstenite::tungstenite::Message;
 
-/// A connection. Each direction ends for itself; dropping both halves before that resets the connection.
+/// A connection. Each direction ends on its own; dropping both halves earlier resets the
+/// connection.
 pub struct Tcp {
-    /// To the program inside.
     pub input: TcpInput,
-    /// From it.
     pub output: TcpOutput,
 }
 
-/// To the program inside.
+/// To the program in the sandbox.
 pub struct TcpInput(stream::SplitSink<Socket, Message>);
 
-/// From the program inside.
+/// From the program in the sandbox.
 pub struct TcpOutput {
     messages: stream::SplitStream<Socket>,
     ended: bool,
 }
 
 impl Client {
-    /// Connects to a TCP port inside a sandbox, which is woken if need be.
+    /// Connects to a TCP port in a sandbox, waking the sandbox if needed.
     ///
     /// # Errors
-    /// As [`Error`] says: status 502 if nothing listens there.
+    /// Status 502 if nothing listens there.
     pub async fn tcp(&self, id: SandboxId, port: u16) -> Result<Tcp> {
         let (socket, _) = self.socket(&path(id, &format!("/tcp/{port}")), &[]).await?;
         let (input, messages) = socket.split();
@@ -42,35 +41,29 @@ impl Client {
 }
 
 impl TcpInput {
-    /// Sends, or waits until there is room.
-    ///
-    /// # Errors
-    /// If the connection is gone.
+    /// Sends, waiting for room.
     pub async fn send(&mut self, bytes: Bytes) -> Result<()> {
         self.0.send(Message::Binary(bytes)).await.map_err(broken)
     }
 
     /// Ends this direction.
-    ///
-    /// # Errors
-    /// If the connection is gone.
     pub async fn finish(&mut self) -> Result<()> {
         self.0.send(Message::Text(r#"{"eof":true}"#.into())).await.map_err(broken)
     }
 }
 
 impl TcpOutput {
-    /// The next piece; none once the program inside has ended its direction.
+    /// The next piece; none once the program has ended its direction.
     ///
     /// # Errors
-    /// If the connection was reset, or ended without having been finished.
+    /// If the connection was reset or broke off.
     pub async fn next(&mut self) -> Result<Option<Bytes>> {
         while !self.ended {
             match self.messages.next().await {
                 Some(Ok(Message::Binary(bytes))) => return Ok(Some(bytes)),
                 Some(Ok(Message::Text(text))) => self.ended = is_eof(&text)?,
                 Some(Ok(Message::Close(_))) | None => {
-                    return Err(Error::Protocol("the connection ended in the middle".into()));
+                    return Err(Error::Protocol("the connection broke off".into()));
                 }
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Err(broken(error)),
@@ -79,7 +72,8 @@ impl TcpOutput {
         Ok(None)
     }
 
-    /// Waits until the node closes, which it does when both directions have ended. Answers its probes meanwhile.
+    /// Waits until the node closes the connection, once both directions have ended. Answers its
+    /// pings meanwhile.
     pub async fn closed(&mut self) {
         while let Some(Ok(_)) = self.messages.next().await {}
     }

@@ -9,7 +9,7 @@ use keiki_types::{
 use reqwest::Method;
 use serde::{Deserialize, de::DeserializeOwned};
 
-/// A bare array, or one under `items`: both are in use for these lists.
+/// A bare array, or one under `items`: nodes send either.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Items<T> {
@@ -17,7 +17,6 @@ enum Items<T> {
     Wrapped { items: Vec<T> },
 }
 
-#[allow(clippy::missing_errors_doc)] // Each fails as `Error` says; nothing differs per verb.
 impl Client {
     /// All templates.
     pub async fn templates(&self) -> Result<Vec<Template>> {
@@ -29,17 +28,17 @@ impl Client {
         self.get(&format!("/v1/templates/{name}")).await
     }
 
-    /// How long the cold boot took that a template was baked from, in ms. None where the node does not tell.
+    /// How long the cold boot of a template took when it was built, in ms, if known.
     pub async fn cold_boot_ms(&self, name: &TemplateName) -> Result<Option<f64>> {
         self.template(name).await.map(|template| template.cold_boot_ms)
     }
 
-    /// Deletes a template; sandboxes and snapshots made from it go on.
+    /// Deletes a template. Sandboxes and snapshots made from it stay.
     pub async fn delete_template(&self, name: &TemplateName) -> Result<()> {
         self.remove(&format!("/v1/templates/{name}")).await
     }
 
-    /// Starts a build, or joins the one that runs for this template.
+    /// Starts a build, or joins the running one.
     pub async fn build_template(&self, request: &BuildTemplate) -> Result<Build> {
         self.post("/v1/templates/build", request).await
     }
@@ -55,7 +54,7 @@ impl Client {
         self.json(request).await
     }
 
-    /// Log lines of a build, from its start to its end.
+    /// The log of a build, from start to end.
     pub async fn build_log(&self, id: &str) -> Result<BoxStream<'static, Result<String>>> {
         let path = format!("/v1/templates/builds/{}/logs?follow=1", segment(id));
         let request = self.request(Method::GET, &path).header("accept", "text/event-stream");
@@ -75,7 +74,7 @@ impl Client {
     }
 }
 
-/// Ids of builds are texts: nothing in one may leave its place in a path.
+/// Encodes a build id as one path segment.
 fn segment(id: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     id.bytes()

@@ -1,4 +1,4 @@
-//! One request: address, key, body, and what the answer means.
+//! Requests and answers.
 
 use crate::{
     error::{Error, Result},
@@ -10,7 +10,7 @@ use std::{sync::Arc, time::Duration};
 
 /// Connecting to a node takes milliseconds or never succeeds.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// An error's body is a sentence and perhaps a console tail.
+/// An error is a sentence, and perhaps the last lines of a console.
 const MAX_ERROR_BODY: usize = 1 << 20;
 
 type OnRetry = Arc<dyn Fn(&Retry) + Send + Sync>;
@@ -35,9 +35,7 @@ impl Client {
         let wrong = |why: String| Error::Address { url: url.into(), why };
         let parsed = reqwest::Url::parse(url).map_err(|error| wrong(error.to_string()))?;
         if parsed.scheme() != "http" {
-            return Err(wrong(
-                "it must start with http:// (TLS belongs to a proxy or tunnel before it)".into(),
-            ));
+            return Err(wrong("it must start with http:// (use a proxy or tunnel for TLS)".into()));
         }
         let base = parsed.as_str().trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
@@ -63,29 +61,31 @@ impl Client {
         self
     }
 
-    /// Gives its requests this name (`Idempotency-Key`): a create, restore, fork or snapshot of one name is carried
-    /// out once, however often it is sent. For one request and its repetitions: `client.clone().named(key)`.
+    /// Sends this `Idempotency-Key`: a create, restore, fork or snapshot with one key is executed
+    /// once, however often it is sent. For one request and its retries, use
+    /// `client.clone().named(key)`.
     #[must_use]
     pub fn named(mut self, key: &str) -> Self {
         self.request_key = Some(key.into());
         self
     }
 
-    /// How long a create or fork that is refused for the moment is tried again; zero: never. Default 60 s.
+    /// How long to retry a create or fork that the node refuses for now; 60 s by default, zero
+    /// never.
     #[must_use]
     pub fn with_retry_budget(mut self, budget: Duration) -> Self {
         self.retry_budget = budget;
         self
     }
 
-    /// Calls `notify` before each wait for another attempt.
+    /// Calls `notify` before each retry.
     #[must_use]
     pub fn on_retry(mut self, notify: impl Fn(&Retry) + Send + Sync + 'static) -> Self {
         self.on_retry = Some(Arc::new(notify));
         self
     }
 
-    /// Where the node is.
+    /// Address of the node.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.base
@@ -138,7 +138,7 @@ impl Client {
         self.send(self.request(Method::DELETE, path)).await.map(drop)
     }
 
-    /// A POST that is tried again while the node has no room for the moment.
+    /// A POST that is retried while the node has no room.
     pub(crate) async fn post_patiently<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -173,7 +173,7 @@ async fn refusal(response: Response) -> Error {
     let body = bounded_body(response).await;
     let (message, console) = match serde_json::from_slice::<RefusalBody>(&body) {
         Ok(body) if !body.error.is_empty() => (body.error, body.console),
-        _ => (format!("the node answered {status} without saying why"), None),
+        _ => (format!("the node answered {status} without a reason"), None),
     };
     Error::Api { status, message, console, retry_after }
 }
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn the_key_is_not_printed() {
-        let client = Client::new("http://h").unwrap().with_api_key("geheim");
-        assert!(!format!("{client:?}").contains("geheim"));
+        let client = Client::new("http://h").unwrap().with_api_key("hunter2");
+        assert!(!format!("{client:?}").contains("hunter2"));
     }
 }

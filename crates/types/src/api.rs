@@ -1,4 +1,4 @@
-//! Bodies of `/v1`. Field names are the wire's. Times are RFC 3339 in UTC; durations and sizes say their unit.
+//! Bodies of `/v1`. Times are RFC 3339 in UTC; durations and sizes carry their unit in the name.
 
 pub mod execs;
 pub mod secrets;
@@ -11,92 +11,86 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct CreateSandbox {
-    /// Template to start from. Default `base`; ignored with `from_snapshot`.
+    /// Template to start from; `base` by default. Ignored with `from_snapshot`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub template: Option<String>,
-    /// Restore this snapshot instead of a template.
+    /// Snapshot to start from, instead of a template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from_snapshot: Option<String>,
-    /// Wanted vCPUs. Baked into the template: any other number is an error.
+    /// vCPUs. Must match the template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u64>,
-    /// Wanted RAM in MiB. Baked into the template: any other number is an error.
+    /// RAM in MiB. Must match the template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<u64>,
-    /// Wanted root disk in MiB. Baked into the template: any other number is an error.
+    /// Root disk in MiB. Must match the template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_mb: Option<u64>,
-    /// Not supported: anything but an empty list is an error.
+    /// Not supported yet: must be empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "schema", schema(value_type = Vec<Object>))]
     pub volumes: Vec<serde_json::Value>,
     /// Free-form labels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
-    /// Seconds without activity until the sandbox is deleted (or hibernated if `persistent`).
+    /// Seconds without activity after which the sandbox is deleted, or hibernated if `persistent`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
-    /// Hibernate instead of delete when the TTL runs out.
+    /// Hibernate the sandbox instead of deleting it when the TTL expires.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
-    /// Files of `/run/keiki/secrets` by their names. With `from_snapshot`: further ones, and the values of those whose
-    /// fate is `replace`.
+    /// Files in `/run/keiki/secrets`, by name. With `from_snapshot`, adds to the snapshot's secrets
+    /// and gives new values to those whose fate is `replace`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
 
-/// A sandbox, as every endpoint shows it.
+/// A sandbox.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Sandbox {
-    /// Id.
     pub id: SandboxId,
-    /// Template that its lineage started from.
+    /// Template its lineage started from.
     pub template: String,
-    /// Version (content digest) of that template.
+    /// Version of that template: a digest of its contents.
     pub template_version: String,
-    /// vCPUs.
     pub cpu: u8,
     /// RAM in MiB.
     pub memory_mb: u32,
     /// Root disk in MiB.
     pub disk_mb: u32,
-    /// State.
     pub status: Status,
-    /// Outside address of its network slot, empty without one.
+    /// Outside address of its network slot; empty if it has none.
     pub guest_ip: String,
-    /// When it was made.
     pub created_at: String,
-    /// Labels.
     pub metadata: BTreeMap<String, String>,
     /// Snapshot it was restored from.
     pub from_snapshot: Option<SnapshotId>,
-    /// Request to released, in ms.
+    /// From the request to the release of the sandbox, in ms.
     pub boot_ms: u64,
     /// `create`, `fork`, `restore` or `wake`.
     pub boot_mode: String,
-    /// Hibernates instead of being deleted.
+    /// Hibernates, instead of being deleted, when the TTL expires.
     pub persistent: bool,
-    /// Idle seconds it may live.
+    /// Seconds it may be idle.
     pub ttl_seconds: u64,
     /// Seconds since its last activity.
     pub idle_seconds: u64,
-    /// Lineage: the running sandbox it was forked from.
+    /// Sandbox it was forked from.
     pub parent_sandbox_id: Option<SandboxId>,
-    /// Lineage: the snapshot it, or the ancestor it was forked from, came from.
+    /// Snapshot that it, or the ancestor it was forked from, came from.
     pub parent_snapshot_id: Option<SnapshotId>,
-    /// Number of this individual: unique for ever, greater than its ancestors'.
+    /// Unique number of this copy, greater than that of any ancestor.
     pub generation: u64,
-    /// What runs it.
     pub engine: EngineKind,
-    /// Memory use; only where asked for (`GET` of one sandbox, or `?memory=true` on the list).
+    /// Memory use: in `GET` of one sandbox, and in the list with `?memory=true`.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub memory: Option<MemoryUse>,
-    /// CPU time that its machine has used since this machine began, in ms; where memory use is shown and the engine
-    /// measures it.
+    /// CPU time its machine has used since it was started, in ms. Shown with memory use, if the
+    /// engine measures it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub cpu_ms: Option<u64>,
-    /// How long the steps that made it took.
+    /// How long it took to create.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub timings: Option<Timings>,
     /// Why it failed.
@@ -108,15 +102,15 @@ pub struct Sandbox {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct MemoryUse {
-    /// RAM the guest believes it has.
+    /// RAM of the guest.
     pub guest_bytes: u64,
     /// Resident set of the monitor.
     pub rss_bytes: u64,
-    /// Proportional set size: shared pages divided by their users.
+    /// Proportional set size: shared pages are divided among their users.
     pub pss_bytes: u64,
-    /// Pages only this sandbox has.
+    /// Pages of this sandbox alone.
     pub private_bytes: u64,
-    /// Pages it shares with relatives or the page cache.
+    /// Pages shared with other sandboxes or the page cache.
     pub shared_bytes: u64,
 }
 
@@ -165,31 +159,31 @@ pub struct SandboxList {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ForkSandbox {
-    /// Children wanted: 1 (default) to 64.
+    /// Number of children, 1 to 64; 1 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<i64>,
-    /// Labels of the children; default the parent's.
+    /// Labels of the children; the parent's by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
-    /// TTL of the children; default the parent's value.
+    /// TTL of the children; the parent's by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
-    /// Further secrets of the children, and the values of those whose fate is `replace`.
+    /// Adds to the parent's secrets, and gives new values to those whose fate is `replace`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
 
-/// Answer to fork.
+/// Answer to `POST /v1/sandboxes/{id}/fork`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Forked {
-    /// The sandbox that was forked.
+    /// Sandbox that was forked.
     pub parent_id: SandboxId,
     /// The first child.
     pub sandbox: Sandbox,
     /// All children.
     pub children: Vec<Sandbox>,
-    /// Of the one freeze and the whole fork.
+    /// Times of the freeze and of the whole fork.
     pub timings: Timings,
 }
 
@@ -197,13 +191,13 @@ pub struct Forked {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ForkTree {
-    /// Children wanted: 1 to 64.
+    /// Number of children, 1 to 64.
     pub count: i64,
-    /// Labels of the children; default the parent's. `fork_tree_id` and `fork_parent_id` are added;
-    /// `explore_ttl` (seconds) is their TTL.
+    /// Labels of the children; the parent's by default. `fork_tree_id` and `fork_parent_id` are
+    /// added. `explore_ttl` sets the TTL, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
-    /// TTL of the children; default `metadata.explore_ttl`, else the parent's value.
+    /// TTL of the children; by default `metadata.explore_ttl`, else the parent's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
 }
@@ -212,13 +206,13 @@ pub struct ForkTree {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ForkedTree {
-    /// Id of this fan-out, also in the children's `metadata.fork_tree_id`.
+    /// Id of the tree, also in the children's `metadata.fork_tree_id`.
     pub tree_id: String,
-    /// The sandbox that was forked.
+    /// Sandbox that was forked.
     pub parent_id: SandboxId,
     /// All children.
     pub children: Vec<Sandbox>,
-    /// Of the one freeze and the whole fork.
+    /// Times of the freeze and of the whole fork.
     pub timings: Timings,
 }
 
@@ -229,60 +223,59 @@ pub struct Promote {
     /// Delete the other children of the tree.
     #[serde(default)]
     pub cleanup_siblings: bool,
-    /// The tree; default the one in the child's metadata.
+    /// Id of the tree; by default the one in the child's metadata.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tree_id: Option<String>,
 }
 
-/// Answer to promote.
+/// Answer to `POST /v1/sandboxes/{id}/promote`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Promoted {
-    /// The child that stays.
+    /// Child that was promoted.
     pub winner: SandboxId,
-    /// The tree.
     pub tree_id: String,
-    /// Siblings deleted.
+    /// Siblings that were deleted.
     pub deleted: Vec<SandboxId>,
     /// Siblings that could not be deleted, and why.
     pub failures: BTreeMap<String, String>,
 }
 
-/// `POST /v1/sandboxes/{id}/exec` and `/exec/stream`. One of `cmd` (a shell line) and `argv`.
+/// `POST /v1/sandboxes/{id}/exec` and `/exec/stream`. Give either `cmd` or `argv`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ExecRequest {
-    /// A line for `/bin/sh -c`.
+    /// Command line for `/bin/sh -c`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cmd: Option<String>,
-    /// Program and arguments, no shell.
+    /// Program and arguments, without a shell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub argv: Option<Vec<String>>,
-    /// Added to the environment.
+    /// Variables to add to the environment.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    /// Working directory; default the user's home.
+    /// Working directory; the user's home by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
-    /// User name or `uid[:gid]`; default root.
+    /// User name or `uid[:gid]`; root by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// Standard input, as text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdin: Option<String>,
-    /// Standard input, base64, for bytes that are not text.
+    /// Standard input in base64, for bytes that are not text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdin_base64: Option<String>,
-    /// Seconds until every process of this exec is killed; default none.
+    /// Seconds after which all processes of the command are killed; no limit by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<f64>,
 }
 
-/// Answer of the buffered exec.
+/// Answer to `POST /v1/sandboxes/{id}/exec`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ExecResult {
-    /// Standard output; bytes that are not UTF-8 are replaced (see `stdout_base64`).
+    /// Standard output, with U+FFFD for bytes that are not UTF-8 (see `stdout_base64`).
     pub stdout: String,
     /// Standard error, likewise.
     pub stderr: String,
@@ -290,39 +283,36 @@ pub struct ExecResult {
     pub exit_code: i32,
     /// Run time in ms.
     pub duration_ms: u64,
-    /// A stream was longer than 16 MiB; the rest was dropped.
+    /// A stream was longer than 16 MiB, and the rest was dropped.
     pub truncated: bool,
-    /// Exact bytes, only where they were not UTF-8.
+    /// The exact bytes, if they are not all UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdout_base64: Option<String>,
-    /// Exact bytes, only where they were not UTF-8.
+    /// The exact bytes, if they are not all UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stderr_base64: Option<String>,
 }
 
-/// One entry of a directory.
+/// A file, directory or other entry of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct FsEntry {
-    /// Name in its directory.
     pub name: String,
-    /// Whole path.
+    /// Absolute path.
     pub path: String,
-    /// Is a directory (a symlink to one is not).
+    /// Is a directory. False for a symlink to one.
     pub is_dir: bool,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Permission bits, octal, four digits: `0644`.
+    /// Permission bits as four octal digits, e.g. `0644`.
     pub mode: String,
-    /// Seconds since the epoch.
+    /// Modification time, in seconds since the epoch.
     pub mtime: i64,
-    /// `file`, `dir`, `symlink`, `fifo`, `socket`, `block`, `char`.
+    /// `file`, `dir`, `symlink`, `fifo`, `socket`, `block` or `char`.
     pub kind: String,
-    /// Owner.
     pub uid: u32,
-    /// Group.
     pub gid: u32,
-    /// Where a symlink points.
+    /// Target of a symlink.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
 }
@@ -339,9 +329,8 @@ pub struct FsList {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct FsWritten {
-    /// Where.
     pub path: String,
-    /// How many.
+    /// Bytes written.
     pub bytes: u64,
 }
 
@@ -349,15 +338,12 @@ pub struct FsWritten {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct FsUnpacked {
-    /// Where.
     pub path: String,
     /// Regular files.
     pub files: u64,
-    /// Directories.
     pub dirs: u64,
-    /// Symbolic links.
     pub symlinks: u64,
-    /// Contents of the files.
+    /// Size of the files' contents.
     pub bytes: u64,
 }
 
@@ -365,34 +351,32 @@ pub struct FsUnpacked {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct FsEvent {
-    /// `ready` first; `created`, `modified`, `closed` (after writing), `attributes`, `removed`, `moved`; `overflow`: some
-    /// events are missing.
+    /// `ready` comes first, then `created`, `modified`, `closed` (after writing), `attributes`,
+    /// `removed` or `moved`. `overflow` means that events were lost.
     pub kind: String,
-    /// What it is about.
     pub path: String,
-    /// moved: the old path.
+    /// Old path, if `moved`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// It is a directory.
     pub is_dir: bool,
 }
 
-/// A change to the guest's file tree, `POST /v1/sandboxes/{id}/fs/{mkdir,rename,remove,chmod,symlink}`.
+/// `POST /v1/sandboxes/{id}/fs/{mkdir,rename,remove,chmod,symlink}`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct FsChange {
-    /// What to change (for rename and symlink: the new name).
+    /// Path to change; for rename and symlink, the new path.
     pub path: String,
-    /// rename: the old name.
+    /// For rename: the old path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// symlink: where it points.
+    /// For symlink: the target.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target: Option<String>,
-    /// chmod, mkdir: permission bits, octal text such as `0755`.
+    /// For chmod and mkdir: permission bits in octal, e.g. `0755`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// mkdir: also the parents. remove: also what is inside.
+    /// For mkdir: create missing parents. For remove: remove the contents too.
     #[serde(default)]
     pub recursive: bool,
 }
@@ -401,50 +385,47 @@ pub struct FsChange {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Snapshot {
-    /// Id.
     pub id: SnapshotId,
-    /// The sandbox it was taken of.
+    /// Sandbox it was taken of.
     pub sandbox_id: SandboxId,
-    /// Template of the lineage.
+    /// Template its lineage started from.
     pub template: String,
     /// Version of that template.
     pub template_version: String,
-    /// Bytes that deleting it could free at most (shared blocks counted).
+    /// Most that deleting it can free, in bytes: includes blocks shared with others.
     pub size_bytes: u64,
-    /// When.
     pub created_at: String,
-    /// Shape.
     pub shape: Shape,
-    /// Lineage.
+    /// Snapshot its sandbox came from.
     pub parent_snapshot_id: Option<SnapshotId>,
-    /// Engine that made it and can restore it.
+    /// Engine that took it, and that can restore it.
     pub engine: EngineKind,
-    /// Labels of the sandbox at that time.
+    /// Labels the sandbox had.
     pub metadata: BTreeMap<String, String>,
-    /// Seconds since then.
+    /// Seconds since it was taken.
     #[serde(default)]
     pub age_seconds: u64,
-    /// Release of the kernel in it; empty where it was not recorded.
+    /// Kernel release in it; empty if unknown.
     #[serde(default)]
     pub kernel: String,
-    /// Why it should be made anew; empty where nothing speaks for that.
+    /// Reasons to take it again; empty if there are none.
     #[serde(default)]
     pub stale: Vec<Stale>,
-    /// Of the freeze; only in the answer that made it.
+    /// Times of the freeze: only in the answer to the request that took it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timings: Option<Timings>,
 }
 
-/// Why a snapshot should be made anew.
+/// Reason to take a snapshot again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum Stale {
-    /// Its template has another version by now.
+    /// Its template has changed since.
     TemplateRebuilt,
-    /// It is older than the node's `snapshot_max_age`.
+    /// Older than the node's `snapshot_max_age`.
     Old,
-    /// It is older than the node's `snapshot_refuse_age`: restoring it answers 409.
+    /// Older than the node's `snapshot_refuse_age`: restoring it fails with 409.
     Refused,
 }
 
@@ -473,7 +454,7 @@ pub struct SetLifecycle {
     /// New TTL.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
-    /// New persistence.
+    /// Hibernate the sandbox instead of deleting it when the TTL expires.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
 }
@@ -482,23 +463,22 @@ pub struct SetLifecycle {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Lifecycle {
-    /// Idle seconds it may live.
+    /// Seconds it may be idle.
     pub ttl_seconds: u64,
-    /// Hibernates instead of being deleted.
+    /// Hibernates, instead of being deleted, when the TTL expires.
     pub persistent: bool,
     /// Seconds since its last activity.
     pub idle_seconds: u64,
 }
 
-/// A TCP port that something in a sandbox listens on.
+/// A listening TCP port in a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Port {
-    /// Its number.
     pub port: u16,
-    /// Where it listens, inside: `0.0.0.0`, `127.0.0.1`, `::`.
+    /// Address it listens on in the sandbox, e.g. `0.0.0.0`, `127.0.0.1` or `::`.
     pub address: String,
-    /// Whose it is, where that was found.
+    /// Process that listens, if found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Name of that process.
@@ -510,7 +490,7 @@ pub struct Port {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct PortList {
-    /// By number.
+    /// Sorted by port.
     pub items: Vec<Port>,
 }
 
@@ -518,22 +498,21 @@ pub struct PortList {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct CreatePreview {
-    /// Port inside, 1 to 65535.
+    /// Port in the sandbox, 1 to 65535.
     pub port: u16,
-    /// How long the link may be used: 1 to 604800 (a week); default 3600.
+    /// Seconds the link is valid, 1 to 604800 (a week); 3600 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
 }
 
-/// A link to a port of a sandbox, for a browser.
+/// A browser link to a port in a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Preview {
-    /// The link. Whoever has it may use this port of this sandbox, and nothing else.
+    /// The link. It gives access to this port of this sandbox, and nothing else.
     pub url: String,
-    /// The port.
     pub port: u16,
-    /// Until when; none where the node asks for no keys.
+    /// End of validity; none if the node requires no API key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<String>,
 }
@@ -543,29 +522,29 @@ pub struct Preview {
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum EventKind {
-    /// It is listed; its machine is being made.
+    /// The sandbox is listed, and its machine is being created.
     Created,
-    /// It was released to its user, or found running by a node that started.
+    /// The sandbox was released to its user, or found running when the node started.
     Running,
-    /// Its vCPUs stand still.
+    /// Its vCPUs were paused.
     Paused,
-    /// They run again.
+    /// Its vCPUs were resumed.
     Resumed,
-    /// It was taken at one instant, and went on or ended: `ms` is how long its vCPUs stood still.
+    /// It was frozen for a fork, snapshot or hibernation; `ms` is how long its vCPUs were paused.
     Frozen,
-    /// `children` branched off.
+    /// `children` were forked from it.
     Forked,
     /// `snapshot_id` is durable.
     Snapshotted,
-    /// Stored and stopped.
+    /// It was saved to disk and stopped.
     Hibernated,
-    /// Back, under its id.
+    /// It was woken, under the same id.
     Woken,
-    /// Its TTL ran out; what follows says whether it was deleted or hibernated.
+    /// Its TTL expired; the next event is `deleted` or `hibernated`.
     Expired,
-    /// Gone.
+    /// It was deleted.
     Deleted,
-    /// Its machine ended by itself, or it could not be made: `reason`.
+    /// Its machine died, or could not be created; see `reason`.
     Failed,
 }
 
@@ -590,31 +569,28 @@ impl EventKind {
     }
 }
 
-/// One thing that happened to a sandbox.
+/// An event in the life of a sandbox.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Event {
-    /// Its number on this node: only grows, not without gaps.
+    /// Number on this node: increasing, with gaps.
     pub seq: u64,
-    /// When.
     pub at: String,
-    /// Whose.
     pub sandbox_id: SandboxId,
-    /// What.
     pub kind: EventKind,
-    /// `failed`: why.
+    /// For `failed`: why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// How long it took, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ms: Option<f64>,
-    /// `created`: the sandbox it was forked from.
+    /// For `created`: the sandbox it was forked from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_sandbox_id: Option<SandboxId>,
-    /// `created`: restored from it. `snapshotted`: the new one.
+    /// For `created`: the snapshot it was restored from. For `snapshotted`: the new snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_id: Option<SnapshotId>,
-    /// `forked`: who.
+    /// For `forked`: the children.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub children: Vec<SandboxId>,
 }
@@ -631,28 +607,25 @@ pub struct EventList {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Template {
-    /// Name.
     pub name: String,
-    /// Content digest of what it was baked from; empty while never built.
+    /// Digest of what it was built from; empty until it is built.
     pub version: String,
-    /// vCPUs.
     pub cpu: u8,
     /// RAM in MiB.
     pub memory_mb: u32,
     /// Root disk in MiB.
     pub disk_mb: u32,
-    /// Bytes on disk.
+    /// Size on disk, in bytes.
     pub size_bytes: u64,
-    /// `ready`, `building`, `missing`.
+    /// `ready`, `building` or `missing`.
     pub status: String,
-    /// What it holds.
     pub description: String,
-    /// When it was baked.
+    /// When it was built.
     pub created_at: String,
-    /// Cold boot to ready when it was baked, in ms.
+    /// How long its cold boot took when it was built, in ms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cold_boot_ms: Option<f64>,
-    /// Release of its kernel; empty while never built, or where it was not recorded.
+    /// Kernel release; empty until it is built, or if unknown.
     #[serde(default)]
     pub kernel: String,
 }
@@ -661,21 +634,20 @@ pub struct Template {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct BuildTemplate {
-    /// Template to build.
     pub name: String,
-    /// vCPUs; default the template's own.
+    /// vCPUs; the template's own by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u64>,
-    /// RAM in MiB; default the template's own.
+    /// RAM in MiB; the template's own by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<u64>,
-    /// Root disk in MiB; default the template's own.
+    /// Root disk in MiB; the template's own by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_mb: Option<u64>,
-    /// Take newer packages, and bake, even if the result would be the same.
+    /// Fetch the latest packages and rebuild, even if nothing changed.
     #[serde(default)]
     pub force: bool,
-    /// Bake again although nothing has changed, from the packages that are there.
+    /// Rebuild from the packages already downloaded, even if nothing changed.
     #[serde(default)]
     pub rebake: bool,
 }
@@ -696,33 +668,32 @@ pub struct BuildList {
     pub items: Vec<Build>,
 }
 
-/// A running or ended template build.
+/// A build of a template, running or finished.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Build {
-    /// Id.
     pub id: String,
-    /// Template.
+    /// Name of the template.
     pub name: String,
     /// `queued`, `running`, `baking`, `done` or `failed`.
     pub status: String,
-    /// Why it failed, else empty.
+    /// Why it failed; empty unless it did.
     pub error: String,
-    /// When it began.
+    /// When it started.
     pub started_at: String,
-    /// When it ended, else empty.
+    /// When it ended; empty until then.
     pub ended_at: String,
-    /// What it is doing now, for people.
+    /// What it is doing, in words.
     pub step: String,
 }
 
-/// Every error: one plain sentence.
+/// Body of every error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct ErrorBody {
-    /// What was wrong and what would be right.
+    /// What is wrong, in one sentence.
     pub error: String,
-    /// The end of the guest's console, where a machine failed.
+    /// Last lines of the guest's console, if a machine failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console: Option<String>,
 }
@@ -739,8 +710,8 @@ pub struct Health {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Version {
-    /// Of the node.
+    /// Version of the node.
     pub version: String,
-    /// What runs its machines.
+    /// Engine that runs its machines.
     pub engine: String,
 }

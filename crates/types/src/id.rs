@@ -4,21 +4,12 @@ use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use uuid::Uuid;
 
-/// Why a text is no id.
+/// Why a text is not an id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdError {
-    /// Not a UUID.
-    #[error("{what} id {text:?} is not a UUID")]
-    NotUuid {
-        /// Whose id.
-        what: &'static str,
-        /// What was given.
-        text: String,
-    },
-    /// Not a template name.
-    #[error(
-        "template name {0:?} must be 1 to 64 characters of a-z, 0-9 and '-', and start with a letter or digit"
-    )]
+    #[error("not a {what} id: {text}")]
+    NotUuid { what: &'static str, text: String },
+    #[error("not a template name: {0} (use 1 to 64 of a-z, 0-9 and '-', starting with a letter or digit)")]
     NotName(String),
 }
 
@@ -32,7 +23,7 @@ macro_rules! uuid_id {
         pub struct $name(Uuid);
 
         impl $name {
-            /// A new one, never used before. Ordered by the time of making.
+            /// A new id. Ids sort by creation time.
             #[must_use]
             #[allow(clippy::new_without_default)]
             pub fn new() -> Self {
@@ -83,7 +74,6 @@ uuid_id!(
 pub struct TemplateName(String);
 
 impl TemplateName {
-    /// As text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

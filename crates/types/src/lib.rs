@@ -1,7 +1,7 @@
-//! The words of Keiki as types: ids, shapes, states, and the bodies of `/v1`.
+//! The vocabulary of Keiki: ids, shapes, states, and the bodies of `/v1`.
 //!
-//! Nothing here does anything. The node, the client and the command line share these, so that a field has
-//! one name and one meaning. Sizes say their unit in their name.
+//! Plain data, shared by the node, the client and the command line. Sizes carry their unit in the
+//! name.
 
 pub mod api;
 mod id;
@@ -10,26 +10,25 @@ pub use id::{IdError, SandboxId, SnapshotId, TemplateName};
 
 use serde::{Deserialize, Serialize};
 
-/// The shape of a machine: fixed when a template is baked, the same for every descendant.
+/// The shape of a machine: fixed when its template is built, and the same for every descendant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Shape {
-    /// Virtual CPUs.
     pub vcpus: u8,
     /// RAM in MiB.
     pub memory_mib: u32,
-    /// Size of the root disk in MiB.
+    /// Root disk in MiB.
     pub disk_mib: u32,
 }
 
-/// What runs a machine on a node.
+/// Engine that runs machines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum EngineKind {
-    /// System QEMU, software emulation.
+    /// QEMU, emulated in software.
     Qemu,
-    /// Our own monitor on KVM.
+    /// Keiki's own monitor, on KVM.
     Kvm,
 }
 
@@ -42,24 +41,23 @@ impl std::fmt::Display for EngineKind {
     }
 }
 
-/// Where a sandbox is in its life.
+/// State of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum Status {
-    /// Being made; not yet released to its user.
+    /// Being created.
     Creating,
-    /// Its machine runs and serves.
+    /// Running.
     Running,
-    /// Its machine is in memory, its vCPUs stand still.
+    /// In memory, with its vCPUs paused.
     Paused,
-    /// Stopped; its snapshot wakes it under the same id.
+    /// Saved to disk and stopped; wakes under the same id.
     Hibernated,
-    /// Being ended.
+    /// Being deleted.
     Stopping,
-    /// Gone.
     Deleted,
-    /// Its machine died or could not be released; the reason is recorded.
+    /// Its machine died, or could not be created; `error` says why.
     Failed,
 }
 
@@ -75,7 +73,7 @@ impl Status {
         Self::Failed,
     ];
 
-    /// The word used on the wire and in records.
+    /// As on the wire and in records.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -102,23 +100,23 @@ impl std::fmt::Display for Status {
     }
 }
 
-/// How a machine came to be: told to the guest, recorded, and shown.
+/// How a machine was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum Origin {
-    /// Restored from its template's baked snapshot.
+    /// Created from a template.
     Create,
-    /// Branched off a running sandbox.
+    /// Forked from a running sandbox.
     Fork,
-    /// Restored from a user's snapshot.
+    /// Restored from a snapshot.
     Restore,
-    /// The same sandbox after hibernation.
+    /// Woken from hibernation.
     Wake,
 }
 
 impl Origin {
-    /// The word used on the wire, in records and in the guest.
+    /// As on the wire, in records and in the guest.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

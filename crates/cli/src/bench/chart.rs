@@ -1,4 +1,4 @@
-//! A report as a picture: a bar to the median of each metric, and a line on to its 99th percentile.
+//! A report as a picture: for each metric a bar to its median, and a line to its 99th percentile.
 
 use super::report::{Measured, Report, conditions};
 use crate::exit::Failure;
@@ -13,7 +13,7 @@ use plotters::{
 
 const WIDTH: u32 = 1000;
 const ROW: u32 = 20;
-/// Room for a panel's title and axis, and for labels and numbers beside the bars.
+/// Space for a panel's title and axis.
 const AROUND: u32 = 90;
 const LABELS: u32 = 430;
 const NUMBERS: u32 = 70;
@@ -31,11 +31,11 @@ pub fn svg(report: &Report) -> Result<String, Failure> {
     });
     let panels: Vec<_> = panels.into_iter().filter(|(_, results)| !results.is_empty()).collect();
     if panels.is_empty() {
-        return Err(Failure::Wrong("there is nothing to draw: the report has no results".into()));
+        return Err(Failure::Wrong("the report has no results to draw".into()));
     }
     let mut picture = String::new();
     let drawn = draw(&mut picture, report, &panels);
-    drawn.map_err(|why| Failure::Wrong(format!("the chart could not be drawn: {why}")))?;
+    drawn.map_err(|why| Failure::Wrong(format!("cannot draw the chart: {why}")))?;
     Ok(picture)
 }
 
@@ -62,7 +62,7 @@ fn draw(
     Ok(())
 }
 
-/// Milliseconds reach from a few to many thousands: their axis is logarithmic.
+/// Milliseconds range from a few to many thousands, so their axis is logarithmic.
 fn draw_panel(
     panel: &Area<'_>,
     title: &str,
@@ -91,7 +91,7 @@ fn draw_panel(
         .label_style((FONT, 11).into_font())
         .draw()?;
     for (at, result) in results.iter().enumerate() {
-        // The first on top.
+        // First result on top.
         let middle = rows - at as f64 - 0.5;
         let (median, tail) = (scale(result.p50), scale(result.p99));
         chart.draw_series([Rectangle::new([(0.0, middle - 0.32), (median, middle + 0.32)], BAR.filled())])?;
@@ -113,7 +113,6 @@ fn draw_panel(
     Ok(())
 }
 
-/// Three digits are enough beside a bar.
 fn short(value: f64) -> String {
     match value {
         _ if value < 10.0 => format!("{value:.1}"),

@@ -9,9 +9,9 @@ use crate::exit::Failure;
 use serde_json::json;
 use std::time::Instant;
 
-/// Commands before the first that counts: an emulated processor has to meet the code once.
+/// Warm-up commands: an emulated processor has to translate the code once.
 const WARM_EXECS: usize = 20;
-/// Commands are short and vary: so many for each sample of the others.
+/// Commands are short and vary, so take this many times more samples.
 const EXECS: usize = 10;
 
 impl Bench<'_> {

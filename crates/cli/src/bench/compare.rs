@@ -1,42 +1,36 @@
-//! Two reports side by side.
+//! Comparison of two reports.
 
 use super::report::{Measured, Report};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// One metric, before and now.
+/// One metric in both reports.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Its name.
     pub name: String,
-    /// What was set.
     pub params: Map<String, Value>,
     /// `ms`, `MiB` or `ratio`.
     pub unit: String,
-    /// The median before.
+    /// Median in the earlier report.
     pub before: f64,
-    /// The median now.
+    /// Median now.
     pub now: f64,
-    /// Now divided by before: above 1 is slower, or larger.
+    /// Now divided by before: above 1 is slower or larger.
     pub ratio: f64,
-    /// What to make of it.
     pub verdict: Verdict,
 }
 
-/// What to make of a ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Beyond the threshold.
+    /// Ratio above the threshold.
     Worse,
-    /// Within it.
     Same,
-    /// As far on the other side.
+    /// Ratio below the inverse of the threshold.
     Better,
 }
 
 impl Verdict {
-    /// In a word.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Worse => "worse",
@@ -46,7 +40,7 @@ impl Verdict {
     }
 }
 
-/// Compares the medians of what both measured under the same conditions.
+/// Compares the medians of everything both reports measured under the same conditions.
 pub fn compare(before: &Report, now: &Report, threshold: f64) -> Vec<Comparison> {
     let pairs = now.results.iter().filter_map(|result| {
         let known = before.results.iter().find(|known| known.is_same(result) && known.unit == result.unit)?;
@@ -73,7 +67,7 @@ fn one(before: &Measured, now: &Measured, threshold: f64) -> Comparison {
     }
 }
 
-/// Of nothing to nothing it is 1.
+/// 0 / 0 is 1.
 fn ratio(before: f64, now: f64) -> f64 {
     if now == before { 1.0 } else { now / before }
 }

@@ -1,4 +1,4 @@
-//! Sandboxes come and go.
+//! Creating and deleting sandboxes.
 
 use super::{
     pick::Metric,
@@ -74,14 +74,14 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// The bake measured it; booting again would build a template.
+    /// Measured when the template was built; measuring it here would mean a build.
     pub(super) async fn cold_boot(&self) -> Result<Samples, Failure> {
         let mut samples = Samples::default();
         let template = self.template.as_deref().unwrap_or("base");
         let name: TemplateName = template.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
         let boot = self.client.cold_boot_ms(&name).await?;
         if boot.is_none() {
-            let why = format!("the node does not tell how long the bake of `{template}` booted");
+            let why = format!("the node does not report the boot time of template {template}");
             self.leave_out("cold_boot", why, false);
         }
         samples.add(Metric::ColdBoot, &json!({"template": template}), boot);

@@ -1,4 +1,4 @@
-//! Forks: how long everything stands still, when the children are there, and what it costs afterwards.
+//! Forks: how long the parent pauses, when the children are ready, and what it costs later.
 
 use super::{
     guest::{Holder, MIB},
@@ -15,8 +15,8 @@ use serde_json::json;
 use std::time::Instant;
 
 impl Bench<'_> {
-    /// The RAM is dirtied anew before each fork, since each fork makes a new base; while it spins, that goes on
-    /// by itself.
+    /// Dirties RAM before each fork, since each fork starts a new base; a spinning guest does so
+    /// itself.
     pub(super) async fn forks(&self, guest: &str) -> Result<Samples, Failure> {
         let id = self.warm().await?;
         let holder = Holder::start(self.client, id, MIB).await?;
@@ -29,7 +29,7 @@ impl Bench<'_> {
             if guest == "idle" {
                 holder.write().await?;
             }
-            // Long enough for one that spins to have touched most of it again.
+            // Long enough for a spinning guest to touch most of it again.
             tokio::time::sleep(REST).await;
             let start = Instant::now();
             let forked = self.client.fork(id, &ForkSandbox::default()).await?;
@@ -43,7 +43,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// So many children at once; each goes on with what its parent did.
+    /// Forks many children at once; each continues what its parent did.
     pub(super) async fn forks_of(&self, many: usize, guest: &str) -> Result<Samples, Failure> {
         let id = self.warm().await?;
         if guest == "dirtying" {
@@ -66,7 +66,8 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// What copy-on-write costs later: the first rewrite after a fork copies each page, in the parent and in the child.
+    /// The cost of copy-on-write: the first rewrite after a fork copies each page, in parent and
+    /// child.
     pub(super) async fn fork_tax(&self) -> Result<Samples, Failure> {
         let id = self.warm().await?;
         let holder = Holder::start(self.client, id, MIB).await?;
@@ -75,7 +76,7 @@ impl Bench<'_> {
             let params = json!({"mib": MIB, "in": who, "after": after});
             samples.add(Metric::ForkTax, &params, [ms]);
         };
-        // An emulated processor has to meet the code once.
+        // An emulated processor has to translate the code once.
         holder.write().await?;
         for at in 0..self.size.n {
             self.say("rewriting after a fork", at, self.size.n);
@@ -83,7 +84,7 @@ impl Bench<'_> {
             let forked = self.fork_all(id, 1).await?;
             add("parent", "fork", holder.write().await?);
             let child = holder.of(forked.sandbox.id);
-            // A child's emulated processor has met nothing yet: reading goes through the same code.
+            // The child's emulated processor starts cold: reading runs the same code.
             child.read().await?;
             add("child", "fork", child.write().await?);
             add("child", "nothing", child.write().await?);
@@ -93,7 +94,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// A fork, once each child has answered.
+    /// Forks, and waits until each child has answered.
     pub(super) async fn fork_all(&self, id: SandboxId, many: usize) -> Result<Forked, Failure> {
         let count = Some(i64::try_from(many).unwrap_or(i64::MAX));
         let forked = self.client.fork(id, &ForkSandbox { count, ..Default::default() }).await?;
@@ -101,7 +102,7 @@ impl Bench<'_> {
         Ok(forked)
     }
 
-    /// Ends the children of a fork.
+    /// Deletes the children of a fork.
     pub(super) async fn delete_all(&self, forked: Forked) -> Result<(), Failure> {
         try_join_all(forked.children.iter().map(|child| self.client.delete(child.id))).await?;
         Ok(())

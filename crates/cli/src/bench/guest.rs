@@ -1,14 +1,14 @@
-//! A process in a sandbox that holds RAM, and rewrites or reads it when told. A fork has it too.
+//! A process in a sandbox that holds RAM, and rewrites or reads it on request. Forks have it too.
 
 use crate::exit::Failure;
 use keiki_client::{Client, SandboxId, api::ExecRequest};
 
-/// How much the guests of most metrics hold.
+/// RAM it holds in most metrics, in MiB.
 pub const MIB: u64 = 64;
 
 const DIR: &str = "/tmp/keiki-bench";
-/// Orders come through one pipe, how long each took goes through another. What it holds is random, so that no
-/// page is like another.
+/// Reads orders from one pipe, and writes how long each took to another. Its RAM is random, so no
+/// two pages are alike.
 const SCRIPT: &str = r#"
 import mmap, os, sys, time
 MIB = 1 << 20
@@ -39,7 +39,6 @@ while True:
         write(size, n)
 "#;
 
-/// The process, by its pipes.
 pub struct Holder<'a> {
     client: &'a Client,
     id: SandboxId,
@@ -47,49 +46,50 @@ pub struct Holder<'a> {
 }
 
 impl<'a> Holder<'a> {
-    /// Starts it in a sandbox; returns once it holds its RAM.
+    /// Starts the process; returns once it holds its RAM.
     pub async fn start(client: &'a Client, id: SandboxId, mib: u64) -> Result<Self, Failure> {
         client.write_bytes(id, &format!("{DIR}/holder.py"), None, SCRIPT).await?;
         let this = Self { client, id, mib };
-        // Its orders wait in the pipe until it runs.
+        // Orders wait in the pipe until it runs.
         this.shell(&format!(
-            "cd {DIR} && mkfifo orders done || exit 1; setsid python3 holder.py {mib} orders done </dev/null >log 2>&1 &"
+            "cd {DIR} && mkfifo orders done || exit 1; \
+             setsid python3 holder.py {mib} orders done </dev/null >log 2>&1 &"
         ))
         .await?;
         this.order("ready").await?;
         Ok(this)
     }
 
-    /// The copy of it in a fork.
+    /// The same process in a fork.
     pub fn of(&self, child: SandboxId) -> Self {
         Self { client: self.client, id: child, mib: self.mib }
     }
 
-    /// Has all its RAM rewritten once; returns how long that took in the guest, in ms.
+    /// Rewrites all its RAM once; returns how long that took in the guest, in ms.
     pub async fn write(&self) -> Result<f64, Failure> {
         self.write_mib(self.mib).await
     }
 
-    /// Has so much of it rewritten.
+    /// Rewrites part of its RAM.
     pub async fn write_mib(&self, mib: u64) -> Result<f64, Failure> {
         self.order(&format!("write {mib}")).await
     }
 
-    /// Has all of it read.
+    /// Reads all its RAM.
     pub async fn read(&self) -> Result<f64, Failure> {
         self.order("read").await
     }
 
-    /// Has its RAM rewritten again and again, for ever.
+    /// Rewrites its RAM forever.
     pub async fn spin(&self) -> Result<(), Failure> {
         self.order("spin").await.map(drop)
     }
 
     async fn order(&self, order: &str) -> Result<f64, Failure> {
-        let said = self.shell(&format!("cd {DIR} && echo {order} > orders && cat done")).await?;
-        said.trim()
-            .parse()
-            .map_err(|_| Failure::Wrong(format!("the process that holds RAM said {said:?} to {order:?}")))
+        let answer = self.shell(&format!("cd {DIR} && echo {order} > orders && cat done")).await?;
+        answer.trim().parse().map_err(|_| {
+            Failure::Wrong(format!("the process that holds RAM answered {answer:?} to {order:?}"))
+        })
     }
 
     async fn shell(&self, line: &str) -> Result<String, Failure> {

@@ -1,22 +1,17 @@
-//! The machine that measured. It is the node's own where both run on one.
+//! The machine that runs the benchmark, and usually the node.
 
 use serde::{Deserialize, Serialize};
 
-/// A machine, in a few words.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Processor model.
     pub cpu: String,
-    /// Cores that may be used.
+    /// Usable cores.
     pub cores: usize,
-    /// RAM in MiB.
     pub ram_mib: u64,
-    /// Kernel release.
     pub kernel: String,
 }
 
 impl Machine {
-    /// This one.
     pub fn here() -> Self {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
         Self {

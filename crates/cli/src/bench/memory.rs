@@ -1,4 +1,4 @@
-//! Memory: what copies share, and how that erodes.
+//! Memory that copies share, and lose by writing.
 
 use super::{
     guest::{Holder, MIB as HELD_MIB},
@@ -13,10 +13,10 @@ use keiki_client::{
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// Children that do nothing, and how long they do it before they are looked at.
+/// Idle children, and how long to wait before measuring them.
 const IDLE_CHILDREN: i64 = 4;
 const IDLE: Duration = Duration::from_secs(2);
-/// RAM that the guest's kernel, the agent and the holder's own program need, in MiB.
+/// RAM for the guest's kernel, the agent and the holder's own program, in MiB.
 const GUEST_OWN_MIB: u64 = 160;
 
 impl Bench<'_> {
@@ -35,7 +35,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// Children share all that their parent held until they write to it.
+    /// Children share their parent's RAM until they write to it.
     pub(super) async fn children_that_write(&self) -> Result<Samples, Failure> {
         self.progress.step("memory of children that write");
         let id = self.warm().await?;
@@ -66,7 +66,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// A guest that holds a model of a GiB, and ten forks of it: together little more than one.
+    /// A guest that holds a model of a GiB, and ten forks of it: together little larger than one.
     pub(super) async fn model(&self) -> Result<Samples, Failure> {
         let sandbox = self.client.create(&self.request()).await?;
         let room = u64::from(sandbox.memory_mb).saturating_sub(GUEST_OWN_MIB);
@@ -120,6 +120,6 @@ impl Bench<'_> {
 
     async fn memory(&self, id: SandboxId) -> Result<MemoryUse, Failure> {
         let memory = self.client.sandbox(id).await?.memory;
-        memory.ok_or_else(|| Failure::Wrong(format!("the node does not tell how much memory {id} uses")))
+        memory.ok_or_else(|| Failure::Wrong(format!("the node does not report the memory use of {id}")))
     }
 }

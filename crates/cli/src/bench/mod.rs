@@ -1,12 +1,12 @@
-//! Measuring a node from outside, as its users meet it.
+//! Measures a node from outside, as its users see it.
 //!
-//! Client-side metrics run from the request to the first event of a command (`true` has no output, so its exit
-//! is the first); `restore_step`, `fork_pause` and `fork_user_pause` are what the node measured of itself. All
-//! samples are kept and percentiles are samples, never interpolated.
+//! Client-side metrics run from the request to the first event of a command (`true` has no output,
+//! so that is its exit). `restore_step`, `fork_pause` and `fork_user_pause` are the node's own
+//! measurements. All samples are kept, and percentiles are samples, never interpolated.
 //!
 //! ```text
-//!   run ── creates, commands, forks, memory, snapshots     one file for each group
-//!    └──> Report (JSON) ──> compare: two of them    chart: one as a picture
+//!   run ── creates, commands, forks, memory, snapshots     one file per group
+//!    └──> Report (JSON) ──> compare: two reports    chart: one report as a picture
 //! ```
 
 mod chart;

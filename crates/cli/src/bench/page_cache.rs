@@ -1,22 +1,22 @@
-//! Files that are not in memory: what a node meets after its host was started, or was busy with other things.
+//! A cold page cache: what a node finds after its host has booted, or was busy elsewhere.
 
 use keiki_client::Client;
 use std::{fs, path::Path};
 
 const DROP: &str = "/proc/sys/vm/drop_caches";
 
-/// May this program empty the page cache that the node's files are in? Else why not.
+/// Can this program empty the page cache of the node's host? An error says why not.
 pub fn can_be_emptied(client: &Client) -> Result<(), String> {
     if !is_here(client.url()) {
-        return Err(format!("the page cache of {} is another machine's", client.url()));
+        return Err(format!("the page cache of {} is on another machine", client.url()));
     }
     match fs::OpenOptions::new().write(true).open(DROP) {
         Ok(_) => Ok(()),
-        Err(error) => Err(format!("the page cache cannot be emptied by this user: {DROP}: {error}")),
+        Err(error) => Err(format!("cannot empty the page cache: {DROP}: {error}")),
     }
 }
 
-/// Empties it: pages that a process has mapped and touched stay. Blocks, for as long as dirty data takes to be written.
+/// Empties the page cache, except for mapped pages in use. Blocks until dirty data is written.
 pub fn empty() -> std::io::Result<()> {
     rustix::fs::sync();
     fs::write(Path::new(DROP), "3\n")

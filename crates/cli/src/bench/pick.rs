@@ -1,86 +1,77 @@
-//! What can be measured, and which of it is asked for.
+//! Metrics, and which of them to measure.
 
 use clap::ValueEnum;
 
-/// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Metric {
-    /// Create: request to vCPU running, measured by the node; page cache warm and cold
+    /// Create: request to running vCPUs, by the node's clock; page cache warm and cold
     RestoreStep,
-    /// Create: the release gate, from running vCPUs to user work that goes on; page cache warm and cold
+    /// Create: release gate, from running vCPUs to running user processes; page cache warm and cold
     Release,
-    /// Each step of that, by its name: on the node, and `guest:` in the guest
+    /// Each step of the release gate; steps in the guest start with `guest:`
     ReleaseStep,
     /// Create, then `true`: request to first event; page cache warm and cold
     CreateFirstExec,
-    /// Of that, what the release gate takes; page cache warm and cold
+    /// Share of the release gate in create_first_exec; page cache warm and cold
     ReleaseShare,
     /// Delete: request to everything freed
     Kill,
-    /// Create many at once: until the last answered `true`
+    /// Many creates at once, until `true` has run in the last one
     CreateAll,
-    /// Delete many at once: until the last is freed
+    /// Many deletes at once, until the last one is freed
     KillAll,
     /// `true` in a running sandbox: request to answer; idle and dirtying guests
     ExecRoundtrip,
-    /// Fork: vCPUs stood still; 64 MiB freshly dirtied; idle and dirtying guests
+    /// Fork: vCPU pause, with 64 MiB freshly dirtied; idle and dirtying guests
     ForkPause,
-    /// Fork: user processes stood still; 64 MiB freshly dirtied; idle and dirtying guests
+    /// Fork: pause of user processes, with 64 MiB freshly dirtied; idle and dirtying guests
     ForkUserPause,
     /// Fork, then `true` in the child: request to first event; idle and dirtying guests
     ForkFirstExec,
-    /// Fork of eight, until each child answered `true`
+    /// Fork of eight, until `true` has run in each child
     #[value(name = "fork8_all")]
     Fork8All,
-    /// Fork of 1, 10 and 32, until each child answered `true`; idle and dirtying guests
+    /// Fork of 1, 10 and 32, until `true` has run in each child; idle and dirtying guests
     ForkAll,
-    /// The guest rewrites 64 MiB: undisturbed, right after a fork, and as the child of one
+    /// Time to rewrite 64 MiB: undisturbed, right after a fork, and in the child
     ForkTax,
-    /// Memory of a child that does nothing
+    /// Memory of an idle child
     PssPerIdleChild,
-    /// Memory of each of ten children, after it started and after it wrote
+    /// Memory of each of ten children, at start and after writing
     PssPerChild,
-    /// Of that, what no other has
+    /// Private part of pss_per_child
     PrivatePerChild,
-    /// Fork of ten off a guest that holds a loaded model, until each child answered
+    /// Fork of ten from a guest with a loaded model, until `true` has run in each child
     ModelForkAll,
-    /// Memory of that guest and its ten children together
+    /// Memory of that guest and its ten children, together
     ModelPssSum,
     /// Snapshot: request to durable
     Snapshot,
-    /// Restore of a snapshot, then `true`: request to first event; page cache warm and cold
+    /// Restore, then `true`: request to first event; page cache warm and cold
     RestoreFirstExec,
-    /// Boot of the template's kernel, measured once while it was baked, for comparison
+    /// Cold boot of the template, measured when it was built, for comparison
     ColdBoot,
 }
 
-/// Metrics that are measured together.
+/// Metrics measured together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Group {
-    /// Sandboxes come and go
     Create,
-    /// Commands
     Exec,
-    /// Forks
     Fork,
-    /// Memory
     Memory,
-    /// A loaded model and its forks
     Model,
-    /// Snapshots and restores
     Snapshot,
-    /// Boot
     Boot,
 }
 
 impl Metric {
-    /// Its name in reports and arguments.
+    /// Name in reports and arguments.
     pub fn name(self) -> String {
         name_of(&self)
     }
 
-    /// What its numbers are.
     pub fn unit(self) -> &'static str {
         match self {
             Self::PssPerIdleChild | Self::PssPerChild | Self::PrivatePerChild | Self::ModelPssSum => "MiB",
@@ -89,7 +80,6 @@ impl Metric {
         }
     }
 
-    /// What it belongs to.
     pub fn group(self) -> Group {
         match self {
             Self::RestoreStep
@@ -114,24 +104,21 @@ impl Metric {
         }
     }
 
-    /// What it is, in a line.
+    /// One-line description.
     pub fn about(self) -> String {
         let help = self.to_possible_value().and_then(|value| value.get_help().map(ToString::to_string));
         help.unwrap_or_default()
     }
 }
 
-/// A metric or a group, as `--only` names it. `snapshot` is both: the group.
+/// A metric or a group, for `--only`. `snapshot` is both, and means the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pick {
-    /// One.
     Metric(Metric),
-    /// All of a group.
     Group(Group),
 }
 
 impl Pick {
-    /// Is this metric meant?
     pub fn has(self, metric: Metric) -> bool {
         match self {
             Self::Metric(only) => only == metric,
@@ -178,7 +165,7 @@ mod tests {
         let page = include_str!("../../../../docs/BENCHMARKS.md");
         for metric in Metric::value_variants() {
             let row = page.lines().find(|line| line.starts_with(&format!("| `{}` |", metric.name())));
-            let row = row.unwrap_or_else(|| panic!("docs/BENCHMARKS.md does not tell of {}", metric.name()));
+            let row = row.unwrap_or_else(|| panic!("docs/BENCHMARKS.md misses {}", metric.name()));
             assert!(row.contains(&format!("| {} |", metric.unit())), "{row}");
             assert!(!metric.about().is_empty(), "{metric:?}");
         }

@@ -1,28 +1,26 @@
-//! What a run found: one entry for each metric and set of parameters.
+//! The report of a run.
 
 use super::{machine::Machine, pick::Metric, stats};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// What a run found.
+/// The results of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
-    /// Where.
     pub machine: Machine,
-    /// What ran the sandboxes.
     pub engine: String,
     /// One per metric and set of parameters.
     pub results: Vec<Measured>,
-    /// How long it took to measure; of reports that were put together, all of them.
+    /// Run time; of merged reports, their sum.
     #[serde(default)]
     pub took_seconds: f64,
-    /// What could not be measured, and why.
+    /// What was not measured, and why.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
 }
 
 impl Report {
-    /// Takes the results of a later run in: they replace those of the same name and parameters.
+    /// Merges a later run, whose results replace those with the same name and parameters.
     pub fn add(&mut self, later: Report) {
         for result in later.results {
             match self.results.iter_mut().find(|known| known.is_same(&result)) {
@@ -37,31 +35,24 @@ impl Report {
     }
 }
 
-/// Something that a run could not measure.
+/// Something that was not measured.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
-    /// What.
     pub what: String,
-    /// Why, in a sentence.
     pub why: String,
-    /// The node failed at it, as opposed to: it cannot be measured here.
+    /// The node failed, as opposed to: it cannot be measured here.
     pub failed: bool,
 }
 
-/// One metric.
+/// One metric under one set of parameters.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Measured {
-    /// Its name.
     pub name: String,
-    /// What was set.
     pub params: Map<String, Value>,
-    /// Samples.
+    /// Number of samples.
     pub n: usize,
-    /// Half are at most this.
     pub p50: f64,
-    /// Nine of ten are at most this.
     pub p90: f64,
-    /// All but one of a hundred are at most this.
     pub p99: f64,
     /// `ms`, `MiB` or `ratio`.
     pub unit: String,
@@ -79,7 +70,7 @@ impl Measured {
         Some(Self { name, params, n: samples.len(), p50: at(50)?, p90: at(90)?, p99: at(99)?, unit })
     }
 
-    /// The same metric under the same conditions.
+    /// Is it the same metric under the same conditions?
     pub fn is_same(&self, other: &Self) -> bool {
         self.name == other.name && self.params == other.params
     }

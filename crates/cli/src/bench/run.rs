@@ -1,4 +1,4 @@
-//! A run: the groups one after the other, and what they share.
+//! A run: all groups in turn, and what they share.
 
 use super::{
     machine::Machine,
@@ -19,51 +19,44 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// One run of the benchmark.
 pub struct Bench<'a> {
-    /// The node.
     pub client: &'a Client,
-    /// What it makes.
     pub owned: &'a Owned,
-    /// Says what goes on.
     pub progress: &'a Progress,
-    /// How much of it.
     pub size: Size,
-    /// What to measure; empty: everything.
+    /// What to measure; everything if empty.
     pub only: &'a [Pick],
-    /// What to make sandboxes of; None: the node's default.
+    /// Template to create sandboxes from; None for the node's default.
     pub template: Option<String>,
-    /// What could not be measured so far.
     pub left_out: Mutex<Vec<LeftOut>>,
 }
 
-/// How many samples, and of how many machines at once.
+/// Numbers of samples and machines.
 #[derive(Debug, Clone)]
 pub struct Size {
-    /// Samples of each metric.
+    /// Samples per metric.
     pub n: usize,
-    /// Machines made at once.
+    /// Numbers of machines created at once.
     pub many: Vec<usize>,
-    /// Children of which the memory is looked at.
+    /// Children whose memory is measured.
     pub children: usize,
-    /// RAM of the loaded model, in MiB, where the guest has it.
+    /// RAM of the loaded model in MiB, if the guest has that much.
     pub model_mib: u64,
-    /// Leaves out what takes long: the cold page cache.
+    /// Skips what takes long: the cold page cache.
     pub quick: bool,
 }
 
 impl Size {
-    /// Everything.
     pub fn full(n: usize) -> Self {
         Self { n, many: vec![1, 10, 32], children: 10, model_mib: 1024, quick: false }
     }
 
-    /// Enough to see that it works.
+    /// Just enough to see that it works.
     pub fn quick(n: usize) -> Self {
         Self { n, many: vec![1, 3], children: 2, model_mib: 32, quick: true }
     }
 
-    /// Samples of something that so many machines take part in: they take their time.
+    /// Samples of a metric with this many machines: the more machines, the fewer samples.
     pub fn samples_of(&self, machines: usize) -> usize {
         match machines {
             0..10 => self.n,
@@ -74,7 +67,8 @@ impl Size {
 }
 
 pub(super) const MIB: f64 = 1_048_576.0;
-/// Between samples, so that what the node prepares ahead is there again, as on a node that is not overrun.
+/// Pause between samples, in which the node prepares VMs again, as a node that is not overloaded
+/// would.
 pub(super) const REST: Duration = Duration::from_millis(500);
 
 pub(super) fn ms(since: Instant) -> f64 {
@@ -85,7 +79,7 @@ pub(super) fn true_command() -> ExecRequest {
     ExecRequest { argv: Some(vec!["true".into()]), ..Default::default() }
 }
 
-/// Runs `true` and waits for the first thing it says.
+/// Runs `true` and waits for its first event.
 pub async fn first_event(client: &Client, id: SandboxId) -> Result<(), Failure> {
     match client.exec_stream(id, &true_command()).await?.next().await {
         Some(event) => Ok(event.map(drop)?),
@@ -93,12 +87,11 @@ pub async fn first_event(client: &Client, id: SandboxId) -> Result<(), Failure> 
     }
 }
 
-/// Samples by metric and conditions, while they are gathered.
+/// Samples collected so far, by metric and parameters.
 #[derive(Default)]
 pub(super) struct Samples(Vec<(Metric, Value, Vec<f64>)>);
 
 impl Samples {
-    /// One more.
     pub fn add(&mut self, metric: Metric, params: &Value, sample: impl IntoIterator<Item = f64>) {
         match self.0.iter_mut().find(|(known, under, _)| *known == metric && under == params) {
             Some((_, _, samples)) => samples.extend(sample),
@@ -108,7 +101,7 @@ impl Samples {
 }
 
 impl Bench<'_> {
-    /// Measures. What the node fails at is said in the report, and the others go on.
+    /// Measures everything. A failure of the node goes into the report, and the run continues.
     pub async fn run(&self) -> Result<Report, Failure> {
         use Metric::{
             ColdBoot, CreateAll, CreateFirstExec, ExecRoundtrip, Fork8All, ForkAll, ForkFirstExec, ForkPause,
@@ -173,7 +166,7 @@ impl Bench<'_> {
         }
         let samples = match samples.await {
             Ok(samples) => samples,
-            // The node is there and refused, or a machine did not do what it should.
+            // The node refused, or a machine misbehaved.
             Err(failure @ (Failure::Node(keiki_client::Error::Api { .. }) | Failure::Wrong(_))) => {
                 self.leave_out(what, failure.sentence(), true);
                 return self.owned.clear().await;
@@ -192,7 +185,7 @@ impl Bench<'_> {
         self.only.is_empty() || metrics.iter().any(picked)
     }
 
-    /// Is this to be measured with a cold page cache, and can it be?
+    /// Should this be measured with a cold page cache, and can it be?
     fn cold(&self, what: &str, metrics: &[Metric]) -> bool {
         if self.size.quick || !self.wants(metrics) {
             return false;
@@ -203,14 +196,14 @@ impl Bench<'_> {
         can.is_ok()
     }
 
-    /// Remembers what was not measured.
+    /// Records what was not measured.
     pub(super) fn leave_out(&self, what: &str, why: String, failed: bool) {
-        self.progress.note(&format!("{what}: left out: {why}"));
+        self.progress.note(&format!("{what}: skipped: {why}"));
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         left_out.push(LeftOut { what: what.into(), why, failed });
     }
 
-    /// Says which sample of how many is taken.
+    /// Shows progress.
     pub(super) fn say(&self, what: &str, at: usize, of: usize) {
         if at == 0 {
             self.progress.step(format!("{what}: {of} samples"));
@@ -218,19 +211,18 @@ impl Bench<'_> {
         self.progress.set(format!("{what}: {} of {of}", at + 1));
     }
 
-    /// A create of this run.
     pub(super) fn request(&self) -> CreateSandbox {
         CreateSandbox { template: self.template.clone(), ..self.owned.request() }
     }
 
-    /// A running sandbox that has answered once.
+    /// Creates a sandbox and waits for its first answer.
     pub(super) async fn warm(&self) -> Result<SandboxId, Failure> {
         let id = self.client.create(&self.request()).await?.id;
         first_event(self.client, id).await?;
         Ok(id)
     }
 
-    /// Rests before a sample; with an empty page cache, if the conditions say so.
+    /// Pauses before a sample, and empties the page cache if the parameters say so.
     pub(super) async fn rest(&self, params: &Value) -> Result<(), Failure> {
         tokio::time::sleep(REST).await;
         if params.get("cache").is_some_and(|cache| cache == "cold") {
@@ -238,7 +230,7 @@ impl Bench<'_> {
                 .await
                 .map_err(std::io::Error::other)
                 .flatten()
-                .map_err(crate::exit::io_error("emptying the page cache"))?;
+                .map_err(crate::exit::io_error("cannot empty the page cache"))?;
         }
         Ok(())
     }

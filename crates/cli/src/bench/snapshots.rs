@@ -1,4 +1,4 @@
-//! Snapshots, and restores from them.
+//! Snapshots and restores.
 
 use super::{
     pick::Metric,
@@ -25,7 +25,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// Of a snapshot whose sandbox is gone, so that nobody has its memory mapped.
+    /// Restores a snapshot whose sandbox is gone, so that its memory is not mapped.
     pub(super) async fn restores(&self, params: Value) -> Result<Samples, Failure> {
         let id = self.warm().await?;
         let snapshot = self.client.snapshot(id).await?.id;

@@ -1,7 +1,7 @@
 //! Percentiles.
 
-/// The nearest-rank percentile: the smallest sample that at least `percent` of a hundred samples do not exceed.
-/// None without samples.
+/// The nearest-rank percentile: the smallest sample not exceeded by at least `percent` of a hundred
+/// samples. None without samples.
 pub fn percentile(samples: &[f64], percent: usize) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

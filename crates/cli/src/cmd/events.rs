@@ -23,7 +23,8 @@ pub struct Args {
     #[arg(long, value_name = "NUMBER")]
     pub since: Option<u64>,
     /// Show at most this many past events
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 50)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub last: u16,
 }
 

@@ -28,7 +28,8 @@ pub struct Args {
     /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// [[ADDRESS:]LOCAL:]REMOTE: forward local port LOCAL (0 picks one) to port REMOTE in the sandbox
+    /// [[ADDRESS:]LOCAL:]REMOTE: forward local port LOCAL (0 picks one) to port REMOTE in the
+    /// sandbox
     #[arg(value_name = "LOCAL:REMOTE", required = true, value_parser = parse_ports)]
     pub ports: Vec<Ports>,
 }

@@ -33,7 +33,7 @@ pub async fn run(out: Printer, args: Args) -> Outcome {
         .map_err(io_error(format!("cannot listen on {}", config.listen)))?;
     let address = listener.local_addr().map_err(io_error("cannot read the listening address"))?;
     if config.api_keys.is_empty() && !address.ip().is_loopback() {
-        tracing::warn!(%address, "no API key configured and the address is not loopback: requests will get 401");
+        tracing::warn!(%address, "no API key configured, and not on loopback: requests will get 401");
     }
     let ephemeral = config.ephemeral;
     let node = Node::start(config).await.map_err(Failure::Daemon)?;

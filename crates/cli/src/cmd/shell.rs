@@ -1,10 +1,10 @@
 //! `keiki shell`.
 //!
-//! The local terminal is in raw mode: every key goes to the sandbox, every byte from there to the screen. A guard
-//! restores it on every way out, signals included.
+//! The local terminal is in raw mode: every key goes to the sandbox, every byte from there to the
+//! screen. A guard restores it on every way out, signals included.
 //!
-//! The remote command survives a lost connection. As under `ssh`, it ends with the local terminal, unless the user
-//! detached from it or attached to it.
+//! The remote command survives a lost connection. As under `ssh`, it ends with the local terminal,
+//! unless the user detached from it or attached to it.
 
 use crate::{
     context::Context,

@@ -157,10 +157,11 @@ mod tests {
     #[test]
     fn cpu_is_what_was_used_since_the_previous_sample() {
         let sandbox: Sandbox = serde_json::from_value(json!({
-            "id": "0190b7a0-0000-7000-8000-000000000001", "template": "base", "template_version": "", "cpu": 1,
-            "memory_mb": 256, "disk_mb": 1, "status": "running", "guest_ip": "", "created_at": "", "metadata": {},
-            "from_snapshot": null, "boot_ms": 0, "boot_mode": "create", "persistent": false, "ttl_seconds": 1,
-            "idle_seconds": 0, "parent_sandbox_id": null, "parent_snapshot_id": null, "generation": 1, "engine": "qemu"
+            "id": "0190b7a0-0000-7000-8000-000000000001", "template": "base", "template_version": "",
+            "cpu": 1, "memory_mb": 256, "disk_mb": 1, "status": "running", "guest_ip": "",
+            "created_at": "", "metadata": {}, "from_snapshot": null, "boot_ms": 0,
+            "boot_mode": "create", "persistent": false, "ttl_seconds": 1, "idle_seconds": 0,
+            "parent_sandbox_id": null, "parent_snapshot_id": null, "generation": 1, "engine": "qemu"
         }))
         .unwrap();
         let begun = Instant::now();

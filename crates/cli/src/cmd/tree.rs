@@ -103,8 +103,8 @@ impl Tree {
         lines.join("\n")
     }
 
-    /// Depth first, with a stack instead of recursion: lineages may be long. `drawn` breaks cycles, which only
-    /// contradictory records could contain.
+    /// Depth first, with a stack instead of recursion: lineages may be long. `drawn` breaks cycles,
+    /// which only contradictory records could contain.
     fn branch(&self, root: &Node, lines: &mut Vec<String>, drawn: &mut BTreeSet<Node>) {
         let mut waiting = vec![(root.clone(), String::new(), String::new())];
         while let Some((node, lead, indent)) = waiting.pop() {
@@ -144,8 +144,9 @@ mod tests {
 
     fn sandbox(n: u32, parent: Option<u32>, from: Option<u32>, how: &str) -> Sandbox {
         serde_json::from_value(json!({
-            "id": id(n), "template": "base", "template_version": "0123456789abcdef", "cpu": 1, "memory_mb": 256,
-            "disk_mb": 1024, "status": "running", "guest_ip": "", "created_at": "", "metadata": {},
+            "id": id(n), "template": "base", "template_version": "0123456789abcdef", "cpu": 1,
+            "memory_mb": 256, "disk_mb": 1024, "status": "running",
+            "guest_ip": "", "created_at": "", "metadata": {},
             "from_snapshot": from.map(id), "boot_ms": 1, "boot_mode": how, "persistent": false,
             "ttl_seconds": 1, "idle_seconds": 0, "parent_sandbox_id": parent.map(id),
             "parent_snapshot_id": from.map(id), "generation": 1, "engine": "qemu",

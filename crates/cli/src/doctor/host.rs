@@ -10,11 +10,11 @@ pub(super) fn checks() -> Vec<Check> {
 
 fn root() -> Check {
     if rustix::process::geteuid().is_root() {
-        Check::ok("root", "runs as root")
+        Check::ok("root", "running as root")
     } else {
         let remedy =
-            "start `keiki node` (and this check) as root: it makes namespaces, mounts and firewall rules";
-        Check::fail("root", "does not run as root", remedy)
+            "run `keiki node` (and this check) as root: it creates namespaces, mounts and firewall rules";
+        Check::fail("root", "not running as root", remedy)
     }
 }
 
@@ -29,22 +29,21 @@ fn kernel() -> Check {
     let uname = rustix::system::uname();
     let text = uname.release().to_string_lossy().into_owned();
     match release(&text) {
-        Some(version) if version >= (6, 7) => Check::ok(name, format!("Linux {text}, has PAGEMAP_SCAN")),
+        Some(version) if version >= (6, 7) => Check::ok(name, format!("Linux {text}, with PAGEMAP_SCAN")),
         Some(version) if version >= (5, 10) => {
-            let detail =
-                format!("Linux {text}, older than 6.7: no PAGEMAP_SCAN, changed pages are found slower");
+            let detail = format!("Linux {text} has no PAGEMAP_SCAN: finding dirty pages is slower");
             Check::warn(
                 name,
                 detail,
-                "a newer kernel makes forks and snapshots faster (Debian 12: linux-image-amd64 from backports)",
+                "use Linux 6.7 or newer, for faster forks (Debian 12: linux-image-amd64 from backports)",
             )
         }
         Some(_) => Check::fail(
             name,
             format!("Linux {text} is too old"),
-            "use Linux 5.10 or newer, best 6.7 or newer",
+            "use Linux 5.10 or newer, preferably 6.7 or newer",
         ),
-        None => Check::warn(name, format!("Linux {text}, version not understood"), "use Linux 6.7 or newer"),
+        None => Check::warn(name, format!("Linux {text}: unknown version"), "use Linux 6.7 or newer"),
     }
 }
 
@@ -55,20 +54,20 @@ fn kvm() -> Check {
             Some(vmm) => speed(keiki_node::kvm_check(&vmm)),
             None => Check::warn(
                 name,
-                "opens, but keiki-vmm, which would use it, is not installed: software emulation is used",
+                "works, but keiki-vmm is not installed: sandboxes run in software emulation",
                 "install keiki-vmm beside keiki or in ../lib/keiki",
             ),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Check::warn(
             name,
-            "absent: sandboxes run in software emulation, several times slower",
-            "load kvm_intel or kvm_amd, or turn on (nested) virtualisation for this machine",
+            "not found: sandboxes run in software emulation, several times slower",
+            "load kvm_intel or kvm_amd, or enable (nested) virtualization for this machine",
         ),
         Err(error) => {
-            let remedy = "run as root, or as a member of the group kvm";
+            let remedy = "run as root or as a member of group kvm";
             Check::warn(
                 name,
-                format!("there, but does not open ({error}): software emulation is used"),
+                format!("cannot open it ({error}): sandboxes run in software emulation"),
                 remedy,
             )
         }
@@ -80,8 +79,8 @@ fn speed((native, detail): (bool, String)) -> Check {
         true => Check::ok("/dev/kvm", detail),
         false => Check::warn(
             "/dev/kvm",
-            format!("{detail}; software emulation is used"),
-            "use a machine with (nested) hardware virtualisation: forks and snapshots are faster by far there",
+            format!("{detail}; sandboxes run in software emulation"),
+            "use a machine with (nested) hardware virtualization for much faster forks and snapshots",
         ),
     }
 }
@@ -116,12 +115,12 @@ fn landlock() -> Check {
         Some(modules) if modules.split(',').any(|module| module == "landlock") => Check::ok(name, "on"),
         Some(_) => Check::warn(
             name,
-            "off: monitors are confined without it",
+            "off: monitors are confined by other means only",
             "add landlock to the lsm= kernel parameter",
         ),
         None => Check::warn(
             name,
-            "cannot be told: securityfs is not mounted",
+            "unknown: securityfs is not mounted",
             "mount -t securityfs securityfs /sys/kernel/security",
         ),
     }
@@ -141,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn kvm_that_is_slow_is_no_failure() {
+    fn slow_kvm_is_not_a_failure() {
         assert_eq!(speed((true, "fast".into())).ok, Verdict::Ok);
         let slow = speed((false, "slow".into()));
         assert_eq!(slow.ok, Verdict::Warn);

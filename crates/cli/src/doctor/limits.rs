@@ -1,4 +1,4 @@
-//! What holds a monitor that its guest took over.
+//! Limits on monitors.
 
 use super::check::{Check, read};
 
@@ -8,17 +8,18 @@ pub(super) fn checks() -> Vec<Check> {
 
 fn groups(controllers: Option<&str>) -> Check {
     let name = "cgroup v2";
-    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 and cgroup_no_v1=all, or mount cgroup2 at /sys/fs/cgroup";
+    let remedy = "boot with systemd.unified_cgroup_hierarchy=1 and cgroup_no_v1=all, \
+                  or mount cgroup2 at /sys/fs/cgroup";
     let Some(controllers) = controllers else {
-        return Check::warn(name, "not at /sys/fs/cgroup: monitors have no limits of their own", remedy);
+        return Check::warn(name, "not mounted at /sys/fs/cgroup: monitors have no limits", remedy);
     };
     let has = |wanted: &&str| controllers.split_whitespace().any(|there| there == *wanted);
     let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
     if missing.is_empty() {
-        return Check::ok(name, "cpu, memory, pids: each monitor's memory and tasks are limited");
+        return Check::ok(name, "cpu, memory and pids limit each monitor");
     }
     let missing = missing.join(", ");
-    Check::warn(name, format!("without {missing}: monitors have no such limit of their own"), remedy)
+    Check::warn(name, format!("{missing} missing: monitors have no such limits"), remedy)
 }
 
 #[cfg(test)]

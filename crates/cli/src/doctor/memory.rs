@@ -1,4 +1,4 @@
-//! RAM and how the kernel promises it.
+//! RAM and overcommit.
 
 use super::check::{Check, read};
 use crate::text::bytes;
@@ -15,22 +15,24 @@ fn overcommit(mode: Option<&str>) -> Check {
     match mode {
         Some("2") => Check::fail(
             name,
-            "vm.overcommit_memory=2: the kernel reserves the whole RAM of every fork, and forks fail",
+            "vm.overcommit_memory=2: the kernel reserves all the RAM of every fork, and forks fail",
             "sysctl -w vm.overcommit_memory=0 (and in /etc/sysctl.d to keep it)",
         ),
         Some(mode) => Check::ok(name, format!("vm.overcommit_memory={mode}")),
-        None => Check::warn(name, "vm.overcommit_memory cannot be read", "mount /proc"),
+        None => Check::warn(name, "cannot read vm.overcommit_memory", "mount /proc"),
     }
 }
 
 fn ram() -> Check {
-    let (name, remedy) = ("memory", "end other programs, or use a machine with more RAM");
+    let (name, remedy) = ("memory", "stop other programs, or use a machine with more RAM");
     let (Some(total), Some(free)) = (meminfo("MemTotal"), meminfo("MemAvailable")) else {
-        return Check::warn(name, "/proc/meminfo cannot be read", "mount /proc");
+        return Check::warn(name, "cannot read /proc/meminfo", "mount /proc");
     };
     let detail = format!("{} available of {}", bytes(free), bytes(total));
     match free {
-        _ if free < 512 * MIB => Check::fail(name, format!("{detail}; a sandbox needs some 512 MiB"), remedy),
+        _ if free < 512 * MIB => {
+            Check::fail(name, format!("{detail}; a sandbox needs about 512 MiB"), remedy)
+        }
         _ if free < 2048 * MIB => Check::warn(name, detail, remedy),
         _ => Check::ok(name, detail),
     }

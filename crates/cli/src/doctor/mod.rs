@@ -1,4 +1,4 @@
-//! What this machine can do, and how to mend what is missing. Looks only; changes nothing but temporary files.
+//! Checks whether this machine can run Keiki. Changes nothing but temporary files.
 
 mod check;
 mod host;
@@ -12,7 +12,7 @@ pub use check::{Check, Verdict};
 
 use std::path::Path;
 
-/// Looks at everything.
+/// Runs all checks.
 pub fn all(data_dir: &Path) -> Vec<Check> {
     let mut checks = host::checks();
     checks.extend(programs::checks());

@@ -1,8 +1,8 @@
-//! What lets sandboxes reach the internet: the slots' own checks.
+//! Network access of sandboxes.
 
 use super::check::Check;
 
-/// Range that is checked for collisions: the default of `keiki node`.
+/// The default range of `keiki node`, checked for collisions.
 const RANGE: &str = "10.200.0.0/16";
 
 pub(super) fn checks() -> Vec<Check> {
@@ -15,7 +15,7 @@ pub(super) fn checks() -> Vec<Check> {
 fn shown(check: keiki_node::NetworkCheck) -> Check {
     match check.remedy {
         None => Check::ok(check.name, check.detail),
-        // Sandboxes run without a network that reaches outside; whether that is wanted is for people to say.
+        // Sandboxes also run without network access, which may be intended.
         Some(remedy) => Check::warn(check.name, check.detail, remedy),
     }
 }

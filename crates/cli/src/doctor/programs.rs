@@ -1,4 +1,4 @@
-//! Programs that the node calls.
+//! Programs the node uses.
 
 use super::check::Check;
 use std::{
@@ -11,7 +11,7 @@ pub(super) fn checks() -> Vec<Check> {
     vec![qemu(), tools()]
 }
 
-/// Where a program is. The sbin directories are looked at too: a user's PATH often lacks them.
+/// Finds a program, also in the sbin directories, which a user's PATH often lacks.
 pub(super) fn find(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
@@ -21,7 +21,7 @@ pub(super) fn find(name: &str) -> Option<PathBuf> {
     dirs.map(|dir| dir.join(name)).find(|path| runs(path))
 }
 
-/// What a program prints to stdout, if it ends well.
+/// Standard output of a program, if it succeeds.
 pub(super) fn output(program: &Path, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
@@ -44,13 +44,13 @@ fn qemu() -> Check {
         Some((version, _)) => {
             Check::fail(name, format!("version {version} is too old"), "use QEMU 7.2 or newer")
         }
-        None => Check::fail(name, format!("{} does not run", path.display()), remedy),
+        None => Check::fail(name, format!("cannot run {}", path.display()), remedy),
     }
 }
 
 fn tools() -> Check {
     let name = "template tools";
-    // Program, and the Debian package that has it.
+    // Program and Debian package.
     let wanted = [
         ("mmdebstrap", "mmdebstrap"),
         ("dpkg-deb", "dpkg"),

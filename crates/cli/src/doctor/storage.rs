@@ -1,4 +1,4 @@
-//! The data directory: reflinks and room.
+//! The data directory: reflinks and free space.
 
 use super::{check::Check, programs::find};
 use crate::text::bytes;
@@ -7,12 +7,12 @@ use std::{io::Write, path::Path};
 const GIB: u64 = 1 << 30;
 
 pub(super) fn checks(data_dir: &Path) -> Vec<Check> {
-    // The directory may not be there yet; its nearest ancestor is on the same filesystem.
+    // The directory may not exist yet; its nearest ancestor is on the same file system.
     let there = data_dir.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"));
     vec![reflinks(there), room(there)]
 }
 
-/// Clones one temporary file to another: the only sure way to know.
+/// Clones one temporary file to another, the only sure way to know.
 fn can_clone(dir: &Path) -> std::io::Result<bool> {
     let mut from = tempfile::tempfile_in(dir)?;
     from.write_all(&[1; 4096])?;
@@ -24,32 +24,33 @@ fn can_clone(dir: &Path) -> std::io::Result<bool> {
 fn reflinks(dir: &Path) -> Check {
     let name = "reflinks";
     match can_clone(dir) {
-        Ok(true) => Check::ok(name, format!("{} has them", dir.display())),
-        Ok(false) if find("mkfs.xfs").is_some() && find("losetup").is_some() => {
-            Check::ok(name, format!("{} has none: the node makes an XFS image there", dir.display()))
-        }
+        Ok(true) => Check::ok(name, format!("supported at {}", dir.display())),
+        Ok(false) if find("mkfs.xfs").is_some() && find("losetup").is_some() => Check::ok(
+            name,
+            format!("not supported at {}: the node creates an XFS image there", dir.display()),
+        ),
         Ok(false) => Check::fail(
             name,
-            format!("{} has none, and the node cannot make an XFS image", dir.display()),
-            "apt-get install --no-install-recommends xfsprogs mount, or put the data directory on XFS or btrfs",
+            format!("not supported at {}, and the node cannot create an XFS image", dir.display()),
+            "apt-get install --no-install-recommends xfsprogs mount, or use XFS or btrfs",
         ),
         Err(error) => {
-            let detail = format!("{} could not be tried: {error}", dir.display());
-            Check::warn(name, detail, "run as root, or name another --data-dir")
+            let detail = format!("cannot test {}: {error}", dir.display());
+            Check::warn(name, detail, "run as root, or choose another --data-dir")
         }
     }
 }
 
 fn room(dir: &Path) -> Check {
-    let (name, remedy) = ("disk space", "make room, or name another --data-dir");
+    let (name, remedy) = ("disk space", "free some space, or choose another --data-dir");
     let Ok(stat) = rustix::fs::statvfs(dir) else {
-        return Check::warn(name, format!("{} does not tell", dir.display()), remedy);
+        return Check::warn(name, format!("unknown at {}", dir.display()), remedy);
     };
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
     let detail = format!("{} free at {}", bytes(free), dir.display());
     match free {
-        _ if free < 4 * GIB => Check::fail(name, format!("{detail}; a first template needs 4 GiB"), remedy),
-        _ if free < 10 * GIB => Check::warn(name, detail, "10 GiB or more leave room for snapshots"),
+        _ if free < 4 * GIB => Check::fail(name, format!("{detail}; the first template needs 4 GiB"), remedy),
+        _ if free < 10 * GIB => Check::warn(name, detail, "have 10 GiB or more for snapshots"),
         _ => Check::ok(name, detail),
     }
 }
@@ -60,7 +61,7 @@ mod tests {
     use crate::doctor::check::Verdict;
 
     #[test]
-    fn a_directory_that_is_not_there_yet_is_judged_by_its_parent() {
+    fn a_missing_directory_is_judged_by_its_parent() {
         let dir = tempfile::tempdir().unwrap();
         let checks = checks(&dir.path().join("not/yet"));
         assert_eq!(checks.len(), 2);

@@ -1,4 +1,4 @@
-//! Commands that go on without their caller.
+//! Background commands.
 
 use super::ExecRequest;
 use serde::{Deserialize, Serialize};
@@ -7,13 +7,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct StartExec {
-    /// What to run. Its `stdin` is all its input, unless `stdin_open`.
+    /// Command to run. `stdin` is all of its input unless `stdin_open` is set.
     #[serde(flatten)]
     pub command: ExecRequest,
-    /// Keep its standard input open for more.
+    /// Keep standard input open for more.
     #[serde(default)]
     pub stdin_open: bool,
-    /// Run it on a terminal of this size.
+    /// Run the command on a terminal of this size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pty: Option<PtySize>,
 }
@@ -28,37 +28,37 @@ pub struct PtySize {
     pub rows: u32,
 }
 
-/// A command in a sandbox, running or ended.
+/// A command in a sandbox, running or exited.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Exec {
-    /// Id, in its sandbox and in every fork that began while it was known.
+    /// Id in its sandbox, and in forks of it.
     pub id: String,
     /// `running` or `exited`.
     pub status: String,
-    /// Program and arguments, or the shell line; cut where it is long.
+    /// Program and arguments, or the shell command line; shortened if long.
     pub argv: Vec<String>,
-    /// Its process id inside.
+    /// Process id in the sandbox.
     pub pid: u32,
-    /// When it began, by the sandbox's clock.
+    /// When it started, by the sandbox's clock.
     pub started_at: String,
-    /// It has a terminal.
+    /// Runs on a terminal.
     pub pty: bool,
-    /// It goes on without its caller.
+    /// Keeps running without its caller.
     pub background: bool,
-    /// Somebody reads its output now.
+    /// A caller is reading its output.
     pub attached: bool,
-    /// Bytes it wrote to standard output; with a terminal, all it wrote.
+    /// Bytes written to standard output; on a terminal, all output.
     pub stdout_bytes: u64,
-    /// Bytes it wrote to standard error.
+    /// Bytes written to standard error.
     pub stderr_bytes: u64,
-    /// Once it has ended: as a shell reports it.
+    /// Exit code, as a shell reports it, once it has exited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_code: Option<i32>,
-    /// It was killed because its time was up.
+    /// It was killed by its timeout.
     #[serde(default)]
     pub timed_out: bool,
-    /// Once it has ended: run time in ms.
+    /// Run time in ms, once it has exited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub duration_ms: Option<u64>,
 }
@@ -75,11 +75,10 @@ pub struct ExecList {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct SignalExec {
-    /// A name (`TERM`, `SIGTERM`) or a number.
     pub signal: Signal,
 }
 
-/// A signal by its name or number.
+/// A signal, by name or number.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
@@ -94,6 +93,7 @@ pub enum Signal {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct InputTaken {
-    /// Bytes the command's pipe or terminal took. Less than was sent: nobody reads it any more.
+    /// Bytes the command's pipe or terminal accepted. Fewer than were sent means that it stopped
+    /// reading.
     pub bytes: u64,
 }

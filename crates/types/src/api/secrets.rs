@@ -1,50 +1,52 @@
-//! Secrets: files that a caller gives to one sandbox, and what becomes of them in its copies.
+//! Secrets: files that a caller passes to a sandbox, and what happens to them in its copies.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What becomes of a secret in a copy.
+/// What happens to a secret in a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub enum Fate {
-    /// The copy has it too.
+    /// The copy keeps it.
     Inherit,
-    /// The copy does not have it.
+    /// The copy does not get it.
     Drop,
-    /// Whoever makes the copy must give another value.
+    /// The request that makes the copy must give a new value.
     Replace,
 }
 
-/// Which fate it has in which copies. A hibernated sandbox is no copy: it wakes with all its secrets.
+/// The fate of a secret in each kind of copy. A woken sandbox is not a copy: it has all its
+/// secrets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fates {
     /// In forks.
     pub on_fork: Fate,
-    /// In what is restored from a snapshot. Unless `inherit`, its bytes are wiped before the snapshot is taken.
+    /// In sandboxes restored from a snapshot. Unless `inherit`, it is wiped before the snapshot is
+    /// taken.
     pub on_restore: Fate,
 }
 
-/// A secret as it is given. The value is never shown again.
+/// A secret. Its value is write-only.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Secret {
     /// Text, at most 64 KiB.
     pub value: String,
-    /// Who may read the file: a user of the sandbox, by name, `uid` or `uid:gid`. Default root.
+    /// Owner of the file in the sandbox: a name, `uid` or `uid:gid`; root by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
-    /// In forks. Default `inherit`.
+    /// Fate in forks; `inherit` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_fork: Option<Fate>,
-    /// In what is restored from a snapshot. Default `drop`.
+    /// Fate in sandboxes restored from a snapshot; `drop` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_restore: Option<Fate>,
 }
 
 impl Secret {
-    /// Its fates, with their defaults.
+    /// Fates, with defaults filled in.
     #[must_use]
     pub fn fates(&self) -> Fates {
         Fates {
@@ -54,7 +56,7 @@ impl Secret {
     }
 }
 
-/// Without the value: requests are logged.
+/// Leaves the value out: requests are logged.
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Secret")

@@ -71,7 +71,8 @@ pub fn join(dir: &str, name: &str) -> String {
     format!("{}/{name}", dir.trim_end_matches('/'))
 }
 
-/// The last component of a path in the guest; None for the root and for paths that end in `.` or `..`.
+/// The last component of a path in the guest; None for the root and for paths that end in `.` or
+/// `..`.
 pub fn base_name(path: &str) -> Option<&str> {
     let name = path.trim_end_matches('/').rsplit('/').next()?;
     (!matches!(name, "" | "." | "..")).then_some(name)

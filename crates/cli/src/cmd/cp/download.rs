@@ -58,8 +58,8 @@ fn mode_of(entry: &FsEntry) -> u32 {
     u32::from_str_radix(&entry.mode, 8).unwrap_or(0o644) & 0o777
 }
 
-/// Receives a directory as one stream, unpacked on a thread. A signal still waits for that thread, which deletes
-/// incomplete files.
+/// Receives a directory as one stream, unpacked on a thread. A signal still waits for that thread,
+/// which deletes incomplete files.
 async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure> {
     copier.announce(from);
     let is_new = make_dir(to).await?;

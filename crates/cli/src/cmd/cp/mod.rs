@@ -1,8 +1,9 @@
 //! `keiki cp`.
 //!
-//! Files keep their permission bits. Directories are copied recursively, as one tar stream that keeps modes, times,
-//! symlinks, hard links and holes. As with `cp -r`, a destination directory receives the source under its own name;
-//! any other destination is the new name. `-` is a tar stream on standard input or output.
+//! Files keep their permission bits. Directories are copied recursively, as one tar stream that
+//! keeps modes, times, symlinks, hard links and holes. As with `cp -r`, a destination directory
+//! receives the source under its own name; any other destination is the new name. `-` is a tar
+//! stream on standard input or output.
 //!
 //! A sandbox is not trusted with the local file system: see `keiki_archive::unpack`.
 

@@ -9,8 +9,8 @@ const DISK: &str = "/srv/keiki-demo";
 /// How long to wait for the process.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Builds a table (work nobody wants to repeat), then counts. Its RAM holds a random secret and the labels it was
-/// given. Twenty times a second it publishes what it holds.
+/// Builds a table (work nobody wants to repeat), then counts. Its RAM holds a random secret and the
+/// labels it was given. Twenty times a second it publishes what it holds.
 const COUNTER: &str = r#"
 import json, os, sys, time
 shown, label_file = sys.argv[1], sys.argv[2]
@@ -31,7 +31,9 @@ while True:
         labels.append(label)
     counter += 1
     with open(shown + ".new", "w") as f:
-        json.dump({"secret": secret, "pid": os.getpid(), "primes": len(primes), "counter": counter, "labels": labels}, f)
+        held = {"secret": secret, "pid": os.getpid(), "primes": len(primes)}
+        held.update(counter=counter, labels=labels)
+        json.dump(held, f)
     os.rename(shown + ".new", shown)
     time.sleep(0.05)
 "#;
@@ -71,7 +73,8 @@ impl Guest {
     /// Finds a tmpfs in the sandbox.
     pub async fn find(client: &Client, id: SandboxId) -> Result<Self, Failure> {
         let mut guest = Self { client: client.clone(), id, tmpfs: String::new() };
-        let line = "for d in /dev/shm /run /tmp; do [ \"$(stat -f -c %T $d)\" = tmpfs ] && echo $d && exit; done; \
+        let line = "for d in /dev/shm /run /tmp; do \
+                    [ \"$(stat -f -c %T $d)\" = tmpfs ] && echo $d && exit; done; \
                     mkdir -p /mnt/keiki-demo && mount -t tmpfs tmpfs /mnt/keiki-demo && echo /mnt/keiki-demo";
         guest.tmpfs = format!("{}/keiki-demo", guest.shell(line).await?.trim());
         Ok(guest)
@@ -87,7 +90,8 @@ impl Guest {
         let (disk, tmpfs) = (DISK, &self.tmpfs);
         self.client.write_bytes(self.id, &format!("{disk}/counter.py"), Some(0o644), COUNTER).await?;
         self.shell(&format!(
-            "mkdir -p {tmpfs} && head -c 4194304 /dev/urandom > {disk}/built && head -c 1048576 /dev/urandom > {tmpfs}/built"
+            "mkdir -p {tmpfs} && head -c 4194304 /dev/urandom > {disk}/built && \
+             head -c 1048576 /dev/urandom > {tmpfs}/built"
         ))
         .await?;
         self.shell(&format!(
@@ -127,7 +131,8 @@ impl Guest {
     pub async fn label(&self, label: &str) -> Result<(), Failure> {
         let tmpfs = &self.tmpfs;
         let line = format!(
-            "echo {label} > {DISK}/label && echo {label} > {tmpfs}/label.new && mv {tmpfs}/label.new {tmpfs}/label"
+            "echo {label} > {DISK}/label && echo {label} > {tmpfs}/label.new && \
+             mv {tmpfs}/label.new {tmpfs}/label"
         );
         self.shell(&line).await.map(drop)
     }

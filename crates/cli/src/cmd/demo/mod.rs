@@ -1,8 +1,9 @@
 //! `keiki demo`: fork, demonstrated on a running node.
 //!
-//! A sandbox builds state that takes work: a Python process with a table and a counter in RAM, and files on disk
-//! and in a tmpfs. The demo snapshots and forks it while it runs, lets the forks diverge, and restores the snapshot.
-//! It checks every sentence before it prints it: any wrong value fails the demo.
+//! A sandbox builds state that takes work: a Python process with a table and a counter in RAM, and
+//! files on disk and in a tmpfs. The demo snapshots and forks it while it runs, lets the forks
+//! diverge, and restores the snapshot. It checks every sentence before it prints it: any wrong
+//! value fails the demo.
 
 mod guest;
 mod story;
@@ -34,8 +35,12 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     let rows = outcome?;
     cleared?;
     context.out.result(&Report { ok: true, steps: &rows }, || {
-        let next = "Next: make install; keiki node; and in another terminal: keiki create, keiki exec ID COMMAND, keiki fork -n 4 ID, keiki tree";
-        format!("\n{}\n\n{next}\ndemo: ok: {} steps, every claim checked, everything deleted", times(&rows), rows.len())
+        let (times, steps) = (times(&rows), rows.len());
+        format!(
+            "\n{times}\n\nNext: make install; keiki node; and in another terminal: keiki create, \
+             keiki exec ID COMMAND, keiki fork -n 4 ID, keiki tree\n\
+             demo: ok: {steps} steps, every claim checked, everything deleted"
+        )
     })
 }
 

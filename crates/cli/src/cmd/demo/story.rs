@@ -140,7 +140,7 @@ impl<'a> Story<'a> {
         self.time("build state", start, None);
         drop(progress);
         self.print(&format!(
-            "Built state in it: process {} with {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in a tmpfs",
+            "Built state in it: process {} with {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in tmpfs",
             held.pid, held.primes
         ))?;
         Ok(built)
@@ -189,7 +189,8 @@ impl<'a> Story<'a> {
             is_continuation(&before, &fork.held().await?)?;
         }
         self.print(&format!(
-            "Forked it {FORKS} times while it ran: in each fork the same process, with the same secret, counts on from {} or later",
+            "Forked it {FORKS} times while it ran: in each fork the same process, \
+             with the same secret, counts on from {} or later",
             before.counter
         ))?;
         Ok(forks)
@@ -220,7 +221,10 @@ impl<'a> Story<'a> {
         must(names.len() == family.len(), || format!("two sandboxes have the same host name: {names:?}"))?;
         self.time("diverge and check", start, None);
         drop(progress);
-        self.print("Labelled each one: RAM, disk and tmpfs hold its own label and no other; random bytes and host names differ")
+        self.print(
+            "Labelled each one: RAM, disk and tmpfs hold its own label and no other; \
+             random bytes and host names differ",
+        )
     }
 
     async fn kill_one(&mut self, parent: &Guest, forks: &[Guest]) -> Result<(), Failure> {
@@ -264,7 +268,8 @@ impl<'a> Story<'a> {
         must(files.labels == "- -", || format!("the snapshot holds labels given later: {}", files.labels))?;
         restored.held_when("it continues", |later| later.counter > held.counter).await?;
         self.print(&format!(
-            "Restored the snapshot into a new sandbox: the process counts on from {}, and knows nothing that happened later",
+            "Restored the snapshot into a new sandbox: the process counts on from {}, \
+             and knows nothing that happened later",
             before.counter
         ))
     }
