@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Measures this machine into bench.json, on a node of its own, and draws docs/benchmarks.svg. Arguments go to
-# `keiki bench`; with any, only that is run.
+# Measures this machine into bench.json, on a private node, and draws docs/benchmarks.svg. Arguments go to
+# `keiki bench`, which then replaces the full run.
 . "$(dirname "$0")/lib.sh"
 
-# RAM of the guests, in MiB: of most, and of the one that holds a model of 1 GiB.
+# RAM of the guests in MiB: most of them, and the one that holds a model of 1 GiB.
 GUEST=256 MODEL_GUEST=1536
 
 scripts/setup.sh
 scripts/build.sh
-# A model, its forks and their base are files of the store.
+# The store holds a model, its forks and their base.
 KEIKI_STORE_GIB=${KEIKI_STORE_GIB:-16}
 start_node bench "$OUT"
 "$OUT/keiki" template build base --memory "$GUEST"
@@ -16,7 +16,7 @@ if [ $# -gt 0 ]; then
     "$OUT/keiki" bench --into bench.json "$@"
 else
     rm -f bench.json
-    # What could not be measured is said, and in the report; the rest goes on.
+    # A measurement that fails is printed and in the report; the rest continues.
     ok=0
     "$OUT/keiki" bench --only create,exec,fork,memory,snapshot,boot --into bench.json >/dev/null || ok=$?
     "$OUT/keiki" template build base --memory "$MODEL_GUEST"

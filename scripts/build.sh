@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Builds keiki, its monitor and the guest agent. The guest is static: it runs as PID 1 of any root disk.
+# Builds keiki, its monitor and the guest agent. The agent is static: it runs as PID 1 on any root disk.
 #
-#   scripts/build.sh          what users run, into target/keiki/
-#   scripts/build.sh dev      what tests run, into target/keiki-dev/, and what runs them: quicker to build, slower to run
-#   scripts/build.sh guest    the agent alone
+#   scripts/build.sh          release programs, into target/keiki/
+#   scripts/build.sh dev      development programs, into target/keiki-dev/, and the tests: build faster, run slower
+#   scripts/build.sh guest    only the agent
 . "$(dirname "$0")/lib.sh"
 
 KIND=${1:-release}
 TRIPLE=$(uname -m)-unknown-linux-gnu
 
-# put DIRECTORY FILE: into place at once, so that a running copy keeps its file.
+# put DIRECTORY FILE: copies and renames, so that a running program keeps its file.
 put() {
     local name
     name=$(basename "$2")
@@ -38,5 +38,5 @@ release)
     put "$OUT" "$TARGET/release/keiki"
     put "$OUT" "$TARGET/release/keiki-vmm"
     ;;
-*) die "no build $KIND: release, dev or guest" ;;
+*) die "not a build: $KIND (expected release, dev or guest)" ;;
 esac

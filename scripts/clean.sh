@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Removes what was built, and the data of demo and tests. Refuses while something there is mounted: a node that
-# runs has its store there.
+# Removes build output, and the data of the demo and the tests. Fails while a node's store is mounted there.
 . "$(dirname "$0")/lib.sh"
 
 if grep -qF " $STATE/" /proc/self/mounts; then

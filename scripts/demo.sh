@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# The demo: sets up, builds, starts a node of its own on a free port, bakes the base template the first time, and
-# lets `keiki demo` tell the story. What was finished stays finished: an interrupted run goes on, a second takes
-# seconds.
+# The demo: sets up, builds, starts a private node on a free port, bakes the base template the first time, and runs
+# `keiki demo`. An interrupted run continues where it stopped; a second run takes seconds.
 . "$(dirname "$0")/lib.sh"
 
 scripts/setup.sh
@@ -11,5 +10,5 @@ start_node demo "$OUT"
 "$OUT/keiki" template build base
 "$OUT/keiki" demo "$@" | tee "$STATE/demo.out"
 stop_node
-# The demo's own last words, after the node is gone and everything is removed.
+# Checked last, after the node has exited and everything is removed.
 grep -q '^demo: ok' "$STATE/demo.out"

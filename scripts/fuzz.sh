@@ -1,32 +1,32 @@
 #!/usr/bin/env bash
-# Coverage-guided fuzzing. The compiler is the one of the tree: libFuzzer needs no other, only LLVM's instrumentation, which
-# has flags. What found something new is kept below .keiki/fuzz/TARGET and taken up by the next run; fuzz/seeds stays as it is.
+# Coverage-guided fuzzing with the project's own compiler: libFuzzer only needs LLVM's instrumentation, which has
+# flags. Inputs that add coverage stay below .keiki/fuzz/TARGET for the next run; fuzz/seeds does not change.
 #
-#   scripts/fuzz.sh                          every target, a minute each
-#   scripts/fuzz.sh -s 3600 device state     these, an hour each
-#   scripts/fuzz.sh -r device FILE...        what the target does with these inputs
-#   scripts/fuzz.sh -m device                copies into fuzz/seeds what adds coverage to what is there; look before you commit
+#   scripts/fuzz.sh                          every target, one minute each
+#   scripts/fuzz.sh -s 3600 device state     these targets, one hour each
+#   scripts/fuzz.sh -r device FILE...        run a target on these inputs
+#   scripts/fuzz.sh -m device                copy inputs that add coverage into fuzz/seeds; review before you commit
 . "$(dirname "$0")/lib.sh"
 
 TARGETS=(control device frozen layer state)
 TRIPLE=$(uname -m)-unknown-linux-gnu
 BUILT=$TARGET/fuzz/$TRIPLE/release
-# An input that takes longer than these seconds, or more than these MiB, is a finding.
+# An input that takes more seconds or more MiB than this is a finding.
 SLOW=20
 MEMORY=2048
-# Longer inputs find nothing that shorter ones do not, and slow the search down.
+# Longer inputs find nothing new, and slow down the search.
 LONGEST=4096
-# A seed is to be read by people, as far as possible.
+# Seeds should be readable by people.
 SEED_BYTES=512
 
 build() {
-    # A C++ compiler, for libFuzzer itself.
-    have c++ || have g++ || die "libFuzzer is C++: install g++"
+    # libFuzzer itself is C++.
+    have c++ || have g++ || die "libFuzzer needs a C++ compiler: install g++"
     local flags=(-Cpasses=sancov-module -Ccodegen-units=1 -Cdebug-assertions -Coverflow-checks --cfg fuzzing) option
     for option in level=4 inline-8bit-counters pc-table trace-compares; do
         flags+=("-Cllvm-args=-sanitizer-coverage-$option")
     done
-    # With a triple, what runs while building is not instrumented.
+    # With a triple, build scripts are not instrumented.
     RUSTFLAGS="${flags[*]}" cargo build --locked -q --release --manifest-path fuzz/Cargo.toml --target "$TRIPLE" \
         --target-dir "$TARGET/fuzz" "${TARGETS[@]/#/--bin=}"
 }
@@ -35,7 +35,7 @@ build() {
 run() {
     local target=$1
     shift
-    [ -x "$BUILT/$target" ] || die "no such target: ${TARGETS[*]}"
+    [ -x "$BUILT/$target" ] || die "no such target: $target (expected one of: ${TARGETS[*]})"
     "$BUILT/$target" -timeout=$SLOW -rss_limit_mb=$MEMORY -max_len=$LONGEST "$@"
 }
 
@@ -45,9 +45,9 @@ fuzz() {
     if ! run "$target" -max_total_time="$seconds" -print_final_stats=1 -artifact_prefix="$STATE/fuzz/found/$target-" \
         "$corpus" "fuzz/seeds/$target" >"$STATE/fuzz/$target.log" 2>&1 </dev/null; then
         tail -n 40 "$STATE/fuzz/$target.log" >&2
-        die "$target: found something; see .keiki/fuzz/found and .keiki/fuzz/$target.log"
+        die "$target: failing input; see .keiki/fuzz/found and .keiki/fuzz/$target.log"
     fi
-    # Points of the program that were passed, what was counted of them, and inputs that make up the corpus.
+    # libFuzzer's counts: code covered, features seen, size of the corpus.
     say "$target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$STATE/fuzz/$target.log") executions," \
         "$(sed -n 's/.*\(cov: [0-9]* ft: [0-9]* corp: [0-9]*\).*/\1/p' "$STATE/fuzz/$target.log" | tail -n 1)"
 }
@@ -67,7 +67,7 @@ main() {
         s) seconds=$OPTARG ;;
         r) what=run ;;
         m) what=merge ;;
-        *) die "see the head of the script" ;;
+        *) die "usage: see the top of the script" ;;
         esac
     done
     shift $((OPTIND - 1))

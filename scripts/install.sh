@@ -4,7 +4,7 @@
 
 PREFIX=${PREFIX:-/usr/local}
 [ -x "$OUT/keiki" ] && [ -x "$OUT/keiki-vmm" ] && [ -x "$OUT/keiki-guest" ] || die "nothing is built yet: run scripts/build.sh"
-# Without the line tables that developers profile with: a fifth of the size.
+# Strips the line tables, which are for profiling: a fifth of the size.
 install -D -s -m 755 "$OUT/keiki" "${DESTDIR:-}$PREFIX/bin/keiki"
 install -D -s -m 755 "$OUT/keiki-vmm" "${DESTDIR:-}$PREFIX/lib/keiki/keiki-vmm"
 install -D -m 755 "$OUT/keiki-guest" "${DESTDIR:-}$PREFIX/lib/keiki/keiki-guest"

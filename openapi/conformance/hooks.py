@@ -1,7 +1,7 @@
-"""What schemathesis needs to know of a node: which sandboxes there are, and that a 500 is never right.
+"""Schemathesis hooks: existing ids for requests, and checks on every response.
 
-`KEIKI_CONFORMANCE_IDS` holds a JSON object: `sandbox` and `snapshot`, ids that are there and stay; `spare`, ids that
-may be deleted. Without them nearly every request would be a 404.
+`KEIKI_CONFORMANCE_IDS` holds a JSON object: `sandbox` and `snapshot`, ids that exist and stay; `spare`, ids that may
+be deleted. Without them nearly every request would be a 404.
 """
 
 import json
@@ -12,24 +12,24 @@ import schemathesis
 
 IDS = json.loads(os.environ["KEIKI_CONFORMANCE_IDS"])
 SPARE = list(IDS["spare"])
-# These end the sandbox for the requests after them.
+# These delete the sandbox that later requests need.
 ENDING = {"delete_sandbox"}
 
 
 @schemathesis.serializer("application/x-tar")
 def archive(context, value):
-    """Bytes as they are: archives are refused in its own tests, here any answer must be a declared one."""
+    """Raw bytes. Other tests check which archives are rejected; here every status must be a declared one."""
     value = getattr(value, "data", value)
     return value if isinstance(value, bytes) else str(value).encode()
 
 
 @schemathesis.hook
 def map_path_parameters(context, parameters):
-    """Mostly what is there, sometimes what the fuzzer thought of."""
+    """Mostly existing ids, sometimes generated ones."""
     operation = context.operation
     name = operation.definition.raw.get("operationId", "")
     if name == "delete_template":
-        # All others need it.
+        # All other requests need the template.
         parameters["name"] = "not-" + str(parameters["name"])
         return parameters
     if not parameters or "id" not in parameters or random.random() < 0.25:
@@ -47,14 +47,14 @@ def map_path_parameters(context, parameters):
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Streams that never end say nothing about statuses."""
+    """A stream that never ends would only delay the run."""
     if isinstance(case.query, dict):
         case.query.pop("follow", None)
 
 
 @schemathesis.hook
 def map_body(context, body):
-    """Commands end, and forks are few: this is about answers, not about load."""
+    """Short commands and few forks: this tests responses, not load."""
     if not isinstance(body, dict):
         return body
     name = context.operation.definition.raw.get("operationId", "")
@@ -69,14 +69,14 @@ def map_body(context, body):
 
 @schemathesis.check
 def never_500(context, response, case):
-    """A 500 is declared everywhere and right nowhere."""
+    """Every operation declares a 500, and none may return it."""
     if response.status_code == 500:
         raise AssertionError(f"the node failed: {response.text[:300]}")
 
 
 @schemathesis.check
 def errors_are_sentences(context, response, case):
-    """Every failure is `{"error": "<sentence>"}`."""
+    """Every error body is `{"error": "<sentence>"}`."""
     if response.status_code < 400:
         return
     sentence = json.loads(response.text)["error"]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Asks a running node everything its OpenAPI document allows, and much that it does not, with schemathesis.
+"""Sends a running node valid and invalid requests for its OpenAPI document, with schemathesis.
 
     run.py SCHEMATHESIS URL [SECONDS]
 
-Every answer must have a status that the document declares for its operation, the declared type and shape, and never
-be a 500. Leaves the node as it found it.
+Every response must have a status that the document declares for the operation, and the declared type and schema, and
+must not be a 500. Leaves the node as it was.
 """
 
 import json
@@ -49,7 +49,7 @@ def main():
             "--warnings", "off", "--generation-database", "none", "--no-color",
         ]
         hooks = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(HERE), "KEIKI_CONFORMANCE_IDS": json.dumps(known)}
-        # It keeps notes where it is started.
+        # Schemathesis writes files to its working directory.
         with tempfile.TemporaryDirectory() as here:
             return subprocess.run(command, env={**os.environ, **hooks}, cwd=here, check=False).returncode
     finally:
