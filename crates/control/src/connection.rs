@@ -48,7 +48,7 @@ pub struct Server(OwnedFd);
 /// A listener at `path`, to be passed to a monitor as [`Role::Listener`].
 ///
 /// # Errors
-/// Those of the calls; a path has at most 107 bytes.
+/// The path may have at most 107 bytes.
 pub fn listen(path: &Path) -> Result<OwnedFd> {
     let socket = new_socket()?;
     bind(&socket, &SocketAddrUnix::new(path).map_err(io)?).map_err(io)?;
@@ -57,18 +57,12 @@ pub fn listen(path: &Path) -> Result<OwnedFd> {
 }
 
 /// The next connection to a listener.
-///
-/// # Errors
-/// Those of the call.
 pub fn accept(listener: impl AsFd) -> Result<Server> {
     Server::new(accept_with(listener, SocketFlags::CLOEXEC).map_err(io)?)
 }
 
 impl Client {
     /// Connects to a listener made by [`listen`].
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn connect(path: &Path) -> Result<Self> {
         let socket = new_socket()?;
         connect(&socket, &SocketAddrUnix::new(path).map_err(io)?).map_err(io)?;
@@ -76,9 +70,6 @@ impl Client {
     }
 
     /// A new connection, and the end for the monitor.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn pair() -> Result<(Self, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
@@ -97,7 +88,7 @@ impl Client {
     /// connection is of no use: an answer may still come that belongs to no later request.
     ///
     /// # Errors
-    /// [`ControlError::Failed`] with the monitor's words; otherwise the message did not come through.
+    /// [`ControlError::Failed`] if the monitor refused; otherwise the message did not get through.
     pub fn call(
         &mut self,
         request: &Request,
@@ -110,9 +101,6 @@ impl Client {
 
     /// Asks only. Several thaws may be under way at once, since each copy answers for itself: as many answers come, in
     /// any order, and [`crate::Thawed::generation`] says which is which.
-    ///
-    /// # Errors
-    /// If the message cannot be sent.
     pub fn ask(&mut self, request: &Request, descriptors: &[(Role, BorrowedFd<'_>)]) -> Result<()> {
         let roles: Vec<_> = descriptors.iter().map(|(role, _)| *role).collect();
         let files: Vec<_> = descriptors.iter().map(|(_, file)| *file).collect();
@@ -121,9 +109,6 @@ impl Client {
     }
 
     /// Waits for an answer.
-    ///
-    /// # Errors
-    /// As [`Client::call`].
     pub fn answer(&mut self, patience: Duration) -> Result<Answer> {
         // Zero would mean: without end.
         let patience = patience.max(Duration::from_millis(1));
@@ -141,9 +126,6 @@ impl Client {
 
 impl Server {
     /// Of a connected socket: one end of a pair, or an accepted connection.
-    ///
-    /// # Errors
-    /// Those of the call.
     pub fn new(socket: OwnedFd) -> Result<Self> {
         set_socket_timeout(&socket, Timeout::Send, Some(SEND)).map_err(io)?;
         Ok(Self(socket))
@@ -152,7 +134,7 @@ impl Server {
     /// The next request; waits for it. None: the node has closed the connection.
     ///
     /// # Errors
-    /// A request that cannot be understood is answered here, and the connection can be used on, unless the error is
+    /// This answers a request that it cannot understand. The connection stays usable unless the error is
     /// [`ControlError::Io`].
     pub fn receive(&mut self) -> Result<Option<(Request, Descriptors)>> {
         let packet = match receive(&self.0) {
@@ -175,7 +157,7 @@ impl Server {
     /// Answers the last request.
     ///
     /// # Errors
-    /// Those of the call; [`ControlError::Closed`] if nobody waits for it any more.
+    /// [`ControlError::Closed`] if the node no longer waits.
     pub fn answer(&mut self, reply: &Reply) -> Result<()> {
         send(&self.0, &encode_reply(reply)?, &[])
     }

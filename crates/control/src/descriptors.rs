@@ -26,9 +26,6 @@ impl Descriptors {
     }
 
     /// The one of this role.
-    ///
-    /// # Errors
-    /// If there is none, or it was taken.
     pub fn take(&mut self, role: Role) -> Result<OwnedFd> {
         self.take_if_any(role).ok_or(ControlError::Missing { request: self.request, role })
     }
@@ -40,9 +37,6 @@ impl Descriptors {
     }
 
     /// Refuses what nobody took of further disks: it is of one that is not there, or cannot be written.
-    ///
-    /// # Errors
-    /// Names the first.
     pub fn no_other_disks(&self) -> Result<()> {
         let of_disk = |role: &Role| matches!(role, Role::DiskLayer(_) | Role::DiskTop(_));
         match self.entries.iter().find(|(role, _)| of_disk(role)) {

@@ -16,7 +16,7 @@
 //! it: nothing of them is left when the node goes. A machine holds a listener that the node made for it at a path,
 //! and goes on; a later node process connects to the same path.
 //!
-//! A machine that cannot go on, or whose guest has ended, appends a line that begins with [`LAST_WORDS`] to its console
+//! A machine that cannot go on, or whose guest has ended, appends a line that begins with [`EXIT_REASON`] to its console
 //! log before its process ends: the node that reads it need not be its parent, so there is no exit status to read.
 
 mod connection;
@@ -31,8 +31,8 @@ mod start;
 /// Version of the messages. Node and monitor must have the same.
 pub const VERSION: u32 = 4;
 
-/// Begins the line in which a machine says why it ends, for example `keiki-vmm: guest-shutdown`.
-pub const LAST_WORDS: &str = "keiki-vmm: ";
+/// Starts the line in which a machine reports why it ends, for example `keiki-vmm: guest-shutdown`.
+pub const EXIT_REASON: &str = "keiki-vmm: ";
 
 pub use connection::{Answer, Client, Server, accept, listen};
 pub use descriptors::Descriptors;

@@ -30,12 +30,9 @@ pub enum Request {
     Layers,
 }
 
-/// vCPUs and RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
-    /// vCPUs.
     pub vcpus: u32,
-    /// MiB of RAM.
     pub memory_mib: u32,
 }
 
@@ -58,20 +55,15 @@ pub struct Disk {
     pub read_only: bool,
 }
 
-/// [`Request::Boot`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Boot {
-    /// vCPUs and RAM.
     pub shape: Shape,
-    /// The whole kernel command line.
     pub cmdline: String,
-    /// Devices.
     pub devices: Devices,
     /// First VM generation ID.
     pub generation: [u8; 16],
 }
 
-/// [`Request::Load`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
     /// What the state must be of.
@@ -80,19 +72,16 @@ pub struct Load {
     pub digest: [u8; 32],
 }
 
-/// [`Request::Thaw`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Thaw {
     /// VM generation ID, of this copy alone.
     pub generation: [u8; 16],
 }
 
-/// What the monitor answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     /// To [`Request::Hello`].
     Hello(Hello),
-    /// Done.
     Done,
     /// To [`Request::Freeze`].
     Frozen(Frozen),
@@ -102,7 +91,6 @@ pub enum Reply {
     Persisted(Persisted),
     /// Not done, and nothing changed.
     Failed {
-        /// What kind of failure.
         kind: FailureKind,
         /// One sentence for people.
         sentence: String,
@@ -136,7 +124,6 @@ pub enum Stage {
 /// Who is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// What it is.
     pub stage: Stage,
     /// A machine whose vCPUs are parked by request.
     pub paused: bool,
@@ -149,9 +136,7 @@ pub struct Hello {
 /// A part of the work and what it took.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
-    /// A word.
     pub name: String,
-    /// Nanoseconds.
     pub ns: u64,
 }
 
@@ -170,7 +155,6 @@ pub struct Frozen {
     pub pid: u32,
     /// From the vCPUs parked to the vCPUs running again.
     pub vcpu_pause_ns: u64,
-    /// In order.
     pub steps: Vec<Step>,
 }
 
@@ -181,7 +165,6 @@ pub struct Thawed {
     pub pid: u32,
     /// That of the request: which of several thaws this is.
     pub generation: [u8; 16],
-    /// In order.
     pub steps: Vec<Step>,
 }
 

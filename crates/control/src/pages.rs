@@ -11,7 +11,6 @@ const WRITTEN: u32 = 1 << 31;
 /// Pages of a memory file that lie together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Pages {
-    /// The first.
     pub first: u32,
     /// How many, below 2³¹.
     pub count: u32,

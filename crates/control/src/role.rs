@@ -14,9 +14,7 @@ pub const MAX_DISKS: usize = 8;
 pub enum Role {
     /// `/dev/kvm`.
     Kvm,
-    /// Kernel image, read.
     Kernel,
-    /// Initial RAM file system, read.
     Initrd,
     /// `vm.mem`: read for a load, written for a persist.
     Memory,
@@ -83,10 +81,7 @@ impl fmt::Display for Role {
 /// How many descriptors of a role a request has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Want {
-    /// Which.
     pub role: Role,
-    /// At least.
     pub least: usize,
-    /// At most.
     pub most: usize,
 }

@@ -15,7 +15,6 @@ pub struct Start {
     pub control: i32,
     /// User and group that it becomes, in a jail. None: it stays what it is, for tests without root.
     pub user: Option<u32>,
-    /// Most open descriptors.
     pub files: u64,
     /// Most processes and threads of the user: of all relatives together.
     pub tasks: u64,
@@ -44,9 +43,6 @@ impl Start {
     }
 
     /// The reverse.
-    ///
-    /// # Errors
-    /// With what is wrong.
     pub fn from_args(args: impl IntoIterator<Item = OsString>) -> Result<Self, BadStart> {
         let mut start = Self {
             control: -1,

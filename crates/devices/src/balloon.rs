@@ -35,7 +35,6 @@ const MAX_PAGES: u64 = 1024;
 const KIND: &str = "balloon";
 const VERSION: u16 = 1;
 
-/// A balloon.
 pub struct Balloon {
     discard: Box<dyn Discard>,
     target_pages: u32,
@@ -50,7 +49,6 @@ struct BalloonState {
 }
 
 impl Balloon {
-    /// An empty one.
     pub fn new(discard: Box<dyn Discard>) -> Self {
         Self { discard, target_pages: 0, actual_pages: 0, reporting: false }
     }

@@ -42,7 +42,6 @@ const ID_LEN: usize = 20;
 const KIND: &str = "block";
 const VERSION: u16 = 1;
 
-/// A disk device.
 #[derive(Debug)]
 pub struct Block {
     disk: Disk,
@@ -88,7 +87,6 @@ impl Block {
         Self { disk, id: id.into(), write_through: false }
     }
 
-    /// The disk.
     pub fn disk(&self) -> &Disk {
         &self.disk
     }

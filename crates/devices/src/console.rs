@@ -79,7 +79,6 @@ struct Connection {
     interest: Interest,
 }
 
-/// A console with one port.
 #[derive(Debug)]
 pub struct Console {
     listener: OwnedFd,

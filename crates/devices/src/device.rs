@@ -9,7 +9,6 @@ use std::{
     time::Instant,
 };
 
-/// Guest RAM.
 pub type Memory = vm_memory::GuestMemoryMmap<()>;
 
 /// A device as the monitor knows it.
@@ -49,19 +48,16 @@ pub trait Device: Send {
     /// Stops, with nothing in flight.
     fn pause(&mut self, deadline: Instant) -> io::Result<()>;
 
-    /// The state.
     fn save(&self) -> Result<State, StateError>;
 
     /// Takes over a state, which is not trusted.
     fn restore(&mut self, state: &State) -> Result<(), StateError>;
 
-    /// Goes on.
     fn resume(&mut self) -> io::Result<()>;
 }
 
 /// An interrupt line, edge triggered: each call is one edge.
 pub trait Interrupt: Send + Sync {
-    /// Raises it.
     fn raise(&self) -> io::Result<()>;
 }
 
@@ -122,44 +118,23 @@ pub struct State {
 /// A state that cannot be taken over.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StateError {
-    /// Of another device.
     #[error("state of a {found} device where that of a {wanted} device belongs")]
     Kind {
-        /// What was expected.
         wanted: &'static str,
         /// What there was, cut short.
         found: String,
     },
-    /// Of another version.
     #[error("state of the {kind} device has version {found}, this monitor reads version {wanted}")]
-    Version {
-        /// The device.
-        kind: &'static str,
-        /// What is read.
-        wanted: u16,
-        /// What there was.
-        found: u16,
-    },
+    Version { kind: &'static str, wanted: u16, found: u16 },
     /// Not the fields that the version has.
     #[error("state of the {kind} device cannot be read: it is cut short, or not what it says to be")]
-    Malformed {
-        /// The device.
-        kind: &'static str,
-    },
+    Malformed { kind: &'static str },
     /// A field with a value that no device of ours has.
     #[error("state of the {kind} device: {field} {why}")]
-    Field {
-        /// The device.
-        kind: &'static str,
-        /// The field.
-        field: &'static str,
-        /// What is wrong.
-        why: &'static str,
-    },
+    Field { kind: &'static str, field: &'static str, why: &'static str },
 }
 
 impl State {
-    /// Packs the fields.
     pub fn pack(kind: &'static str, version: u16, fields: &impl Serialize) -> Result<Self, StateError> {
         let data = postcard::to_stdvec(fields).map_err(|_| StateError::Malformed { kind })?;
         Ok(Self { kind: kind.into(), version, data })

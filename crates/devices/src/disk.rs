@@ -38,7 +38,6 @@ pub use keiki_snapshot::Format;
 /// Layers a disk may have. Far more than is good for it: what keeps chains short is elsewhere. Their descriptors fit in one
 /// message of a socket.
 pub const MAX_LAYERS: usize = 240;
-/// Bytes of a cluster.
 pub const CLUSTER: u64 = 1 << CLUSTER_BITS;
 
 type Open = FormatAccess<Storage>;
@@ -46,9 +45,7 @@ type Open = FormatAccess<Storage>;
 /// A layer that is only read.
 #[derive(Debug)]
 pub struct Layer {
-    /// How it is to be read.
     pub format: Format,
-    /// Open for reading.
     pub file: File,
 }
 
@@ -60,15 +57,12 @@ pub enum DiskError {
     Layer {
         /// From the bottom; the top comes last.
         index: usize,
-        /// What is wrong.
         why: &'static str,
     },
-    /// Cannot be read.
     #[error("disk layer {index} cannot be opened")]
     Open {
         /// From the bottom; the top comes last.
         index: usize,
-        /// Why.
         source: io::Error,
     },
     /// No layer at all, or too many.
@@ -82,7 +76,6 @@ pub enum DiskError {
     Flush(#[source] io::Error),
 }
 
-/// The chain.
 #[derive(Debug)]
 pub struct Disk {
     /// None only within [`Disk::rebase`], or after it failed.
@@ -158,7 +151,6 @@ impl Disk {
         })
     }
 
-    /// Size of the disk.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -168,7 +160,6 @@ impl Disk {
         !matches!(self.chain, Some(Chain::Writable(..)))
     }
 
-    /// Number of layers below the top.
     pub fn lower_layers(&self) -> usize {
         self.lowers
     }

@@ -88,7 +88,6 @@ struct MmioState {
     device: State,
 }
 
-/// A virtio device on its transport.
 pub struct Mmio<D> {
     device: D,
     rings: Rings,
@@ -142,12 +141,10 @@ impl<D: VirtioDevice> Mmio<D> {
         Arc::clone(&self.rings.line.status)
     }
 
-    /// The device itself.
     pub fn device(&self) -> &D {
         &self.device
     }
 
-    /// The device itself.
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }

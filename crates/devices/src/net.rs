@@ -47,7 +47,6 @@ const READABLE: Interest = Interest { read: true, write: false };
 const KIND: &str = "net";
 const VERSION: u16 = 1;
 
-/// A network card.
 #[derive(Debug)]
 pub struct Net {
     tap: Option<OwnedFd>,

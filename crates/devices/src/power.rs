@@ -1,4 +1,5 @@
-//! How a guest ends its machine: the sleep and reset registers that ACPI names, and the keyboard controller's reset line.
+//! The registers by which a guest ends its machine: sleep and reset as ACPI describes them, and the reset line of the
+//! keyboard controller.
 
 use crate::{Device, Event, State, StateError};
 use std::{
@@ -9,73 +10,67 @@ use std::{
 
 /// Offset of the sleep control register (`SLEEP_CONTROL_REG`).
 pub const SLEEP_CONTROL: u64 = 0;
-/// Offset of the sleep status register (`SLEEP_STATUS_REG`).
-pub const SLEEP_STATUS: u64 = 1;
 /// Offset of the reset register (`RESET_REG`).
 pub const RESET: u64 = 2;
 /// Offset of the keyboard controller's command port, which the monitor maps at [`KEYBOARD_PORT`].
 pub const KEYBOARD: u64 = 3;
-/// Registers.
-pub const LEN: u64 = 4;
 /// The keyboard controller's command port.
 pub const KEYBOARD_PORT: u16 = 0x64;
-/// What resets when written to [`RESET`] (`RESET_VALUE`).
+/// Value that resets the machine when written to [`RESET`] (`RESET_VALUE`).
 pub const RESET_VALUE: u8 = 1;
 /// Sleep type of "off" in `\_S5`.
 pub const SLEEP_TYPE_OFF: u8 = 5;
 
-/// Sleep now, in the sleep control register.
+/// Bit of the sleep control register that starts the sleep.
 const SLEEP_ENABLE: u8 = 1 << 5;
-/// Pulse the reset line, a command of the keyboard controller.
+/// Command of the keyboard controller that pulses the reset line.
 const PULSE_RESET: u8 = 0xfe;
 
 const KIND: &str = "power";
 const VERSION: u16 = 1;
 
-/// What the guest wants of its machine.
+/// How the guest has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
-    /// To be off.
+pub enum GuestExit {
     Off,
-    /// To start again, which a machine of ours does not: its monitor ends.
+    /// The guest wants to restart. Machines do not: the monitor ends.
     Reset,
 }
 
-/// The registers. [`Device::events`] is readable once the guest wrote to one; [`Power::ending`] says which.
+/// The registers. [`Device::events`] is readable once the guest has used one, and [`Power::guest_exit`] tells which.
 #[derive(Debug)]
 pub struct Power {
     event: Event,
-    ending: Option<Ending>,
+    exit: Option<GuestExit>,
 }
 
 impl Power {
-    /// A machine that is on.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { event: Event::new()?, ending: None })
+        Ok(Self { event: Event::new()?, exit: None })
     }
 
-    /// What the guest wants, if anything. It stays: a machine ends once.
-    pub fn ending(&self) -> Option<Ending> {
-        self.ending
+    /// How the guest has ended, if it has. This never changes again.
+    pub fn guest_exit(&self) -> Option<GuestExit> {
+        self.exit
     }
 }
 
 impl Device for Power {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
-        // Also the keyboard controller's status: no byte waiting, ready for a command.
+        // Zero is also a status of the keyboard controller: no byte is waiting, and it is ready for a command.
         data.fill(0);
     }
 
     fn write(&mut self, offset: u64, data: &[u8]) {
         let [value] = *data else { return };
-        let ending = match offset {
-            SLEEP_CONTROL if value == SLEEP_TYPE_OFF << 2 | SLEEP_ENABLE => Ending::Off,
-            RESET if value == RESET_VALUE => Ending::Reset,
-            KEYBOARD if value == PULSE_RESET => Ending::Reset,
+        let exit = match offset {
+            SLEEP_CONTROL if value == SLEEP_TYPE_OFF << 2 | SLEEP_ENABLE => GuestExit::Off,
+            RESET if value == RESET_VALUE => GuestExit::Reset,
+            KEYBOARD if value == PULSE_RESET => GuestExit::Reset,
             _ => return,
         };
-        self.ending.get_or_insert(ending);
-        // Its counter is nowhere near full.
+        self.exit.get_or_insert(exit);
+        // The counter is nowhere near full.
         let _ = self.event.signal();
     }
 
@@ -106,26 +101,26 @@ impl Device for Power {
 
 #[cfg(test)]
 mod tests {
-    use super::{Ending, KEYBOARD, Power, RESET, SLEEP_CONTROL};
+    use super::{GuestExit, KEYBOARD, Power, RESET, SLEEP_CONTROL};
     use crate::Device;
 
     #[test]
     fn only_the_right_write_ends_a_machine() {
         for (offset, value, ending) in [
-            (SLEEP_CONTROL, 0x34, Some(Ending::Off)),
+            (SLEEP_CONTROL, 0x34, Some(GuestExit::Off)),
             (SLEEP_CONTROL, 0x14, None),
             (SLEEP_CONTROL, 0x20, None),
-            (RESET, 1, Some(Ending::Reset)),
+            (RESET, 1, Some(GuestExit::Reset)),
             (RESET, 0, None),
-            (KEYBOARD, 0xfe, Some(Ending::Reset)),
+            (KEYBOARD, 0xfe, Some(GuestExit::Reset)),
             (KEYBOARD, 0xd1, None),
             (9, 0xfe, None),
         ] {
             let mut power = Power::new().unwrap();
             power.write(offset, &[value, 0]);
-            assert_eq!(power.ending(), None, "a write of two bytes is none");
+            assert_eq!(power.guest_exit(), None, "a write of two bytes is none");
             power.write(offset, &[value]);
-            assert_eq!(power.ending(), ending, "{value:#x} to {offset}");
+            assert_eq!(power.guest_exit(), ending, "{value:#x} to {offset}");
             assert_eq!(power.event.take(), ending.is_some());
         }
     }

@@ -37,7 +37,6 @@ const TIMER: u64 = 0;
 const KIND: &str = "rng";
 const VERSION: u16 = 1;
 
-/// An entropy device.
 #[derive(Debug)]
 pub struct Rng {
     timer: OwnedFd,
@@ -46,7 +45,6 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A new one.
     pub fn new() -> io::Result<Self> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;

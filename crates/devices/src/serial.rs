@@ -1,4 +1,4 @@
-//! The serial port (16550A, `vm-superio`): what the guest's kernel prints, into a [`ConsoleLog`]. It has no input.
+//! The serial port (16550A, from `vm-superio`). What the guest prints goes to a [`ConsoleLog`]. It has no input.
 
 use crate::{Device, Interrupt, State, StateError, console_log::ConsoleLog};
 use serde::{Deserialize, Serialize};
@@ -11,13 +11,6 @@ use vm_superio::{
     Serial as Uart, SerialState, Trigger,
     serial::{Error, NoEvents},
 };
-
-/// First I/O port, by convention.
-pub const PORT: u16 = 0x3f8;
-/// I/O ports it takes.
-pub const PORTS: u16 = 8;
-/// Interrupt, by convention.
-pub const IRQ: u32 = 4;
 
 const KIND: &str = "serial";
 const VERSION: u16 = 1;
@@ -32,7 +25,7 @@ impl Trigger for Line {
     }
 }
 
-/// The log within a UART, so that it survives a restore, which makes a new one.
+/// The log of a UART. A restore makes a new UART and moves the log into it.
 struct Output(Option<ConsoleLog>);
 
 impl Write for Output {
@@ -48,7 +41,6 @@ impl Write for Output {
     }
 }
 
-/// A serial port.
 pub struct Serial {
     uart: Uart<Line, NoEvents, Output>,
     interrupt: Arc<dyn Interrupt>,
@@ -65,22 +57,14 @@ struct Registers {
     modem_control: u8,
     modem_status: u8,
     scratch: u8,
-    /// What it sent itself in loop mode and has not read yet.
+    /// Bytes that the guest sent itself in loop mode and has not read yet.
     input: Vec<u8>,
 }
 
 impl Serial {
-    /// A new one.
     pub fn new(log: ConsoleLog, interrupt: Arc<dyn Interrupt>) -> Self {
         let uart = Uart::new(Line(Arc::clone(&interrupt)), Output(Some(log)));
         Self { uart, interrupt }
-    }
-
-    /// Says something of the monitor's own in the log.
-    pub fn say(&mut self, text: &str) {
-        if let Some(log) = &mut self.uart.writer_mut().0 {
-            log.say(text);
-        }
     }
 }
 
@@ -95,9 +79,9 @@ impl Device for Serial {
     fn write(&mut self, offset: u64, data: &[u8]) {
         if let (Ok(offset), [byte]) = (u8::try_from(offset), data) {
             match self.uart.write(offset, *byte) {
-                // In loop mode the guest filled the buffer that only it empties.
+                // In loop mode the guest has filled a buffer that only the guest empties.
                 Ok(()) | Err(Error::FullFifo) => {}
-                // Neither the line nor the log says why; the guest's driver polls too.
+                // The driver of the guest polls too.
                 Err(Error::Trigger(_) | Error::IOError(_)) => {}
             }
         }
@@ -147,7 +131,7 @@ impl Device for Serial {
     }
 
     fn resume(&mut self) -> io::Result<()> {
-        // An interrupt that was pending is raised by the restore already; between pause and resume none is lost.
+        // The restore has raised a pending interrupt, and none is lost between pause and resume.
         Ok(())
     }
 }

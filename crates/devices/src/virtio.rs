@@ -36,7 +36,6 @@ pub(crate) const INT_CONFIG: u32 = 2;
 /// order, `reset` at any time, after which it is as new. `restore` comes before `start`, on a new device, and includes
 /// what `activate` would have said. All calls are made by one thread at a time.
 pub trait VirtioDevice: Send {
-    /// Device id of the specification.
     fn id(&self) -> u32;
 
     /// A name for states and log lines.
@@ -45,7 +44,6 @@ pub trait VirtioDevice: Send {
     /// Features it offers, besides those of the transport.
     fn features(&self) -> u64;
 
-    /// The largest size of each queue.
     fn queues(&self) -> &[u16];
 
     /// The configuration space as it is now. What lies beyond reads as zeroes.
@@ -85,7 +83,6 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Its own state.
     fn save(&self) -> Result<State, StateError>;
 
     /// Takes over a state, which is not trusted. `features`: what the driver accepted, checked already.
@@ -115,7 +112,6 @@ pub enum Served {
 /// A piece of guest memory, within RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// Where.
     pub address: GuestAddress,
     /// Bytes. May be 0.
     pub len: u32,
@@ -135,7 +131,6 @@ pub enum BadChain {
     /// Loops, or is longer than its table, or ends in the middle.
     #[error("a descriptor chain does not end")]
     Endless,
-    /// Too many pieces.
     #[error("a descriptor chain has more than {MAX_SEGMENTS} pieces")]
     Long,
     /// A piece is not in RAM.
@@ -342,7 +337,6 @@ impl Rings {
         self.queues.get(index).map_or(0, QueueT::size)
     }
 
-    /// Guest RAM.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }

@@ -1,30 +1,28 @@
-//! VM generation ID: 16 bytes of guest memory that tell the guest that it is another machine now.
+//! VM generation ID: 16 bytes of guest memory that tell a guest that it has become another machine.
 //!
-//! The guest finds their address through ACPI (`VM_Gen_Counter`, an object `ADDR`) and hears of a change by an interrupt of
-//! the generic event device, upon which its kernel reseeds. The bytes lie in memory, so freezing carries them; each
-//! copy gets new ones before it runs.
+//! The guest finds their address through ACPI (`VM_Gen_Counter`, object `ADDR`). An interrupt of the generic event device
+//! signals a change, and the kernel of the guest then reseeds. The bytes lie in memory, so a freeze carries them. Each copy
+//! gets new ones before it runs.
 
 use crate::{Device, Interrupt, Memory, State, StateError};
 use std::{io, time::Instant};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
-/// Bytes of an id.
 pub const LEN: usize = 16;
 
 const KIND: &str = "vmgenid";
 const VERSION: u16 = 1;
 
-/// A generation ID.
 pub struct VmGenId {
     memory: Memory,
     address: GuestAddress,
     interrupt: Box<dyn Interrupt>,
-    /// The guest has not been told yet.
+    /// The guest has not been notified yet.
     changed: bool,
 }
 
 impl VmGenId {
-    /// At this address, which ACPI names and the memory map reserves.
+    /// `address` is the address that ACPI gives and the memory map reserves.
     pub fn new(memory: Memory, address: GuestAddress, interrupt: Box<dyn Interrupt>) -> io::Result<Self> {
         if !GuestMemoryBackend::check_range(&memory, address, LEN) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the generation ID is outside of RAM"));
@@ -32,8 +30,8 @@ impl VmGenId {
         Ok(Self { memory, address, interrupt, changed: false })
     }
 
-    /// Gives the machine a new id. The guest is told at the next [`Device::resume`].
-    pub fn renew(&mut self, id: [u8; LEN]) -> io::Result<()> {
+    /// Sets the ID. The next [`Device::resume`] notifies the guest.
+    pub fn set(&mut self, id: [u8; LEN]) -> io::Result<()> {
         self.memory.write_slice(&id, self.address).map_err(io::Error::other)?;
         self.changed = true;
         Ok(())

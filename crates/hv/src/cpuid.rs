@@ -8,7 +8,7 @@
 //! No guest sees a performance counter (its state is the host's), asynchronous page faults (a page that was on its
 //! way when the machine was frozen would never arrive in a copy), or nested virtualisation.
 
-use crate::{Error, Kvm, Result};
+use crate::{Error, Result};
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,6 @@ pub enum Baseline {
     Host,
 }
 
-/// Version of [`CpuModel`].
 pub const CPU_MODEL: u32 = 1;
 /// More entries than any processor has.
 const MAX_ENTRIES: usize = 128;
@@ -131,7 +130,6 @@ const SVM: u32 = 1 << 2;
 /// What the guest is shown, the same for every vCPU except its number.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct CpuModel {
-    /// Version of this part.
     pub version: u32,
     /// Which set it was made from.
     pub baseline: Baseline,
@@ -142,13 +140,10 @@ pub struct CpuModel {
 }
 
 impl CpuModel {
-    /// What a machine of this host is shown.
-    ///
-    /// # Errors
-    /// Those of asking KVM.
-    pub fn new(kvm: &Kvm, baseline: Baseline, vcpus: u8) -> Result<Self> {
-        let host = kvm.supported_cpuid()?;
-        Ok(Self::from_host(host.as_slice(), baseline, vcpus))
+    /// The model that a machine with `vcpus` vCPUs sees on this host ([`crate::Kvm::supported_cpuid`]).
+    #[must_use]
+    pub fn new(host: &CpuId, baseline: Baseline, vcpus: u8) -> Self {
+        Self::from_host(host.as_slice(), baseline, vcpus)
     }
 
     fn from_host(host: &[kvm_cpuid_entry2], baseline: Baseline, vcpus: u8) -> Self {
@@ -168,12 +163,8 @@ impl CpuModel {
         Self { version: CPU_MODEL, baseline, vcpus, entries }
     }
 
-    /// Can this host show it? Asked before anything of a loaded machine starts.
-    ///
-    /// # Errors
-    /// Names what is missing; or says what is wrong with the record.
-    pub fn check(&self, kvm: &Kvm) -> Result<()> {
-        let host = kvm.supported_cpuid()?;
+    /// Checks that this host can show the model. An error names the missing features.
+    pub fn check(&self, host: &CpuId) -> Result<()> {
         self.check_against(host.as_slice())
     }
 

@@ -7,7 +7,7 @@
 //!     └──── park() ──────┘
 //! ```
 //!
-//! A running thread holds its vCPU; a parked one has settled it (see [`Vcpu::settle`]), given it back and waits.
+//! A running thread holds its vCPU; a parked one has settled it (see [`Vcpu::complete_exit`]), given it back and waits.
 //! So whoever parked them may look into every vCPU, and fork.
 #![allow(unsafe_code)]
 
@@ -52,12 +52,12 @@ struct Shared {
 
 /// A vCPU, and how to make its thread leave the guest.
 #[derive(Clone)]
-struct Seat {
+struct VcpuSlot {
     vcpu: Arc<Mutex<Vcpu>>,
     flag: Flag,
 }
 
-/// `immediate_exit` of a vCPU's `kvm_run`. Valid as long as the vCPU, which is in the same [`Seat`].
+/// `immediate_exit` of a vCPU's `kvm_run`. Valid as long as the vCPU, which is in the same [`VcpuSlot`].
 #[derive(Clone, Copy)]
 struct Flag(*const AtomicU8);
 
@@ -76,21 +76,18 @@ impl Flag {
 /// All vCPUs of a machine, each with its thread.
 pub struct Cpus {
     shared: Arc<Shared>,
-    seats: Vec<Seat>,
+    slots: Vec<VcpuSlot>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl std::fmt::Debug for Cpus {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cpus").field("count", &self.seats.len()).finish_non_exhaustive()
+        f.debug_struct("Cpus").field("count", &self.slots.len()).finish_non_exhaustive()
     }
 }
 
 impl Cpus {
     /// Starts a thread for each vCPU, parked. `on_end` is called, on its thread, when one cannot go on.
-    ///
-    /// # Errors
-    /// Those of starting threads.
     pub fn start(
         vcpus: Vec<Vcpu>,
         bus: Arc<dyn Bus>,
@@ -100,16 +97,16 @@ impl Cpus {
         let state = Mutex::new(State { wanted: Wanted::Park, parked: 0, left: None, ended: None });
         let on_end = Box::new(on_end);
         let shared = Arc::new(Shared { state, changed: Condvar::new(), bus, on_end });
-        let mut cpus = Self { shared, seats: Vec::new(), threads: Vec::new() };
+        let mut cpus = Self { shared, slots: Vec::new(), threads: Vec::new() };
         for mut vcpu in vcpus {
             let flag = Flag(vcpu.immediate_exit());
-            let seat = Seat { vcpu: Arc::new(Mutex::new(vcpu)), flag };
-            cpus.seats.push(seat.clone());
+            let slot = VcpuSlot { vcpu: Arc::new(Mutex::new(vcpu)), flag };
+            cpus.slots.push(slot.clone());
             let shared = cpus.shared.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("vcpu{}", cpus.threads.len()))
                 .stack_size(STACK)
-                .spawn(move || serve(&seat, &shared))
+                .spawn(move || serve(&slot, &shared))
                 .map_err(Error::io("starting a vCPU thread"))?;
             cpus.threads.push(thread);
         }
@@ -133,7 +130,7 @@ impl Cpus {
     /// Parks them. Parked already: nothing. On error they run again.
     ///
     /// # Errors
-    /// If one does not stop within `most`.
+    /// If a vCPU does not stop within `most`.
     pub fn park(&self, most: Duration) -> Result<()> {
         self.want(Wanted::Park);
         self.wait_parked(most).inspect_err(|_| self.want(Wanted::Run))
@@ -143,7 +140,7 @@ impl Cpus {
     #[must_use]
     pub fn is_parked(&self) -> bool {
         let state = self.state();
-        state.wanted == Wanted::Park && state.parked == self.seats.len()
+        state.wanted == Wanted::Park && state.parked == self.slots.len()
     }
 
     /// Why the machine cannot go on, if so.
@@ -153,22 +150,16 @@ impl Cpus {
     }
 
     /// The state of each. They must be parked.
-    ///
-    /// # Errors
-    /// If they are not, and those of [`Vcpu::save`].
     pub fn save(&self) -> Result<Vec<VcpuState>> {
         self.each(|vcpu| vcpu.save())
     }
 
     /// Something for each of them. They must be parked.
-    ///
-    /// # Errors
-    /// If they are not, and those of `what`.
     pub fn each<T>(&self, mut what: impl FnMut(&mut Vcpu) -> Result<T>) -> Result<Vec<T>> {
         if !self.is_parked() {
             return Err(Error::State("the vCPUs run".into()));
         }
-        self.seats.iter().map(|seat| what(&mut lock(&seat.vcpu))).collect()
+        self.slots.iter().map(|slot| what(&mut lock(&slot.vcpu))).collect()
     }
 
     fn want(&self, wanted: Wanted) {
@@ -190,8 +181,8 @@ impl Cpus {
     /// enter: `immediate_exit` makes it leave. It clears that flag before it looks what is wanted, never after.
     fn kick(&self) {
         use std::os::unix::thread::JoinHandleExt;
-        for (seat, thread) in self.seats.iter().zip(&self.threads) {
-            seat.flag.set(1);
+        for (slot, thread) in self.slots.iter().zip(&self.threads) {
+            slot.flag.set(1);
             // SAFETY: the thread was not joined: that happens in `drop` only, and nothing is kicked afterwards.
             unsafe { libc::pthread_kill(thread.as_pthread_t(), libc::SIGRTMIN()) };
         }
@@ -200,10 +191,10 @@ impl Cpus {
     fn wait_parked(&self, most: Duration) -> Result<()> {
         let started = Instant::now();
         let mut state = self.state();
-        while state.parked < self.seats.len() {
+        while state.parked < self.slots.len() {
             if started.elapsed() >= most {
-                let running = self.seats.len() - state.parked;
-                return Err(Error::Park(running, self.seats.len(), most.as_millis()));
+                let running = self.slots.len() - state.parked;
+                return Err(Error::Park(running, self.slots.len(), most.as_millis()));
             }
             let wait = self.shared.changed.wait_timeout(state, KICK_AGAIN);
             let (next, waited) = wait.unwrap_or_else(PoisonError::into_inner);
@@ -238,7 +229,7 @@ impl Drop for Cpus {
 }
 
 /// What a vCPU thread does.
-fn serve(seat: &Seat, shared: &Shared) {
+fn serve(slot: &VcpuSlot, shared: &Shared) {
     loop {
         let mut state = lock(&shared.state);
         state.parked += 1;
@@ -255,11 +246,11 @@ fn serve(seat: &Seat, shared: &Shared) {
             shared.changed.notify_all();
         }
         drop(state);
-        let mut vcpu = lock(&seat.vcpu);
+        let mut vcpu = lock(&slot.vcpu);
         let end = loop {
             match vcpu.run(&*shared.bus) {
                 Exit::Served => {}
-                Exit::Interrupted => break vcpu.settle(&*shared.bus).err(),
+                Exit::Interrupted => break vcpu.complete_exit(&*shared.bus).err(),
                 Exit::End(end) => break Some(end),
             }
         };
@@ -278,9 +269,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Handles the signal that makes `KVM_RUN` return, by nothing. Early in the life of a process: all its copies inherit it, so the
 /// signal, the only one that relatives may send each other, never ends one.
-///
-/// # Errors
-/// That of the call.
 pub fn install_kick() -> Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     static ONCE: Once = Once::new();

@@ -2,13 +2,11 @@
 
 use std::io;
 
-/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of KVM, of guest memory, or of a state that does not fit.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A call to the kernel failed.
     #[error("{0} failed")]
     Call(&'static str, #[source] io::Error),
     /// A model-specific register has a value that this host does not take.

@@ -28,7 +28,7 @@ pub enum Side {
 /// so whatever owns them there must be forgotten, not dropped.
 ///
 /// # Errors
-/// That of the call: no room for a process or its page tables. A copy that cannot close its descriptors ends at once.
+/// Without room for a process or its page tables. A copy that cannot close its descriptors ends at once.
 pub fn fork(keep: &[BorrowedFd<'_>]) -> io::Result<Side> {
     let keep = sorted(keep);
     // SAFETY: the copy has one thread. No other thread of this process holds a lock at this point (see above),
@@ -56,9 +56,6 @@ pub fn exit(status: i32) -> ! {
 }
 
 /// Leaves the ends of children to the kernel: nobody here waits for them, the node watches them by descriptor.
-///
-/// # Errors
-/// That of the call.
 pub fn ignore_children() -> io::Result<()> {
     // SAFETY: ignoring a signal installs no code.
     match unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } {
@@ -68,9 +65,6 @@ pub fn ignore_children() -> io::Result<()> {
 }
 
 /// Closes every descriptor but the standard ones and these: what a process was started with by accident.
-///
-/// # Errors
-/// That of the call.
 pub fn close_all_but(keep: &[BorrowedFd<'_>]) -> io::Result<()> {
     close_others(&sorted(keep))
 }

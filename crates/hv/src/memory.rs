@@ -63,14 +63,10 @@ pub struct Span {
     pub host: u64,
     /// Offset in a memory file.
     pub offset: u64,
-    /// Bytes.
     pub len: u64,
 }
 
 /// The spans of RAM of this size, with no address in this process yet.
-///
-/// # Errors
-/// If the size is not possible.
 pub fn layout(size: u64) -> Result<Vec<Span>> {
     if !(MIN..=MAX).contains(&size) || !size.is_multiple_of(PAGE) {
         return Err(Error::Size(size));
@@ -125,9 +121,6 @@ impl Blocks {
 
 impl GuestRam {
     /// RAM of zeroes.
-    ///
-    /// # Errors
-    /// If the size is not possible, or those of mapping.
     pub fn anonymous(size: u64, huge: HugePages) -> Result<Self> {
         let mut spans = layout(size)?;
         let mut regions = Vec::new();
@@ -151,9 +144,6 @@ impl GuestRam {
 
     /// RAM that shows `file`, privately: what is written stays in this process. The descriptor is not needed
     /// afterwards.
-    ///
-    /// # Errors
-    /// If the file's size is not possible, or those of mapping.
     pub fn over(file: &File) -> Result<Self> {
         let looking = "looking at the memory file";
         let size = file.metadata().map_err(Error::io(looking))?.len();
@@ -187,7 +177,6 @@ impl GuestRam {
         &self.spans
     }
 
-    /// Bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size
@@ -197,7 +186,7 @@ impl GuestRam {
     /// it freed: over a file whole blocks only, elsewhere whole pages. What lies outside of RAM is left alone.
     ///
     /// # Errors
-    /// Those of mapping; some of the range may be freed then.
+    /// On error a part of the range may be freed.
     pub fn discard(&self, at: u64, len: u64) -> io::Result<u64> {
         let asked = at..at.saturating_add(len);
         let mut freed = 0;
@@ -269,7 +258,7 @@ impl GuestRam {
     /// Makes pages of these parts of the memory file present, without changing them.
     ///
     /// # Errors
-    /// Those of the call. Memory is right all the same, only slower.
+    /// An error costs speed only: memory is right all the same.
     pub fn populate(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         self.advise_parts(ranges, libc::MADV_POPULATE_READ)?;
         self.anchor();
@@ -279,7 +268,7 @@ impl GuestRam {
     /// Makes pages of these parts of the memory file private, with what they hold.
     ///
     /// # Errors
-    /// Those of the call. Memory is right all the same, only slower.
+    /// An error costs speed only: memory is right all the same.
     pub fn make_private(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         self.advise_parts(ranges, libc::MADV_POPULATE_WRITE)
     }
@@ -287,7 +276,7 @@ impl GuestRam {
     /// Has the kernel read these parts of the memory file into its page cache, and does not wait for it.
     ///
     /// # Errors
-    /// Those of the call. Memory is right all the same, only slower.
+    /// An error costs speed only: memory is right all the same.
     pub fn read_ahead(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         self.advise_parts(ranges, libc::MADV_WILLNEED)
     }

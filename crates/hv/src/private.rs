@@ -22,7 +22,6 @@ const CHUNK: u64 = 1 << 20;
 /// One bit of chance for each.
 const CANARY_PAGES: u64 = 64;
 
-/// What was written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Written {
     /// Pages with content.
@@ -37,7 +36,7 @@ impl GuestRam {
     /// The private pages, as ranges of a memory file, in order. Memory must stand still.
     ///
     /// # Errors
-    /// [`Error::ForeignPagemap`] if `pagemap` is of another process; those of the scan.
+    /// [`Error::ForeignPagemap`] if `pagemap` belongs to another process.
     pub fn private(&self, pagemap: &File) -> Result<Vec<Range<u64>>> {
         check_pagemap(pagemap)?;
         let mut found = Vec::new();
@@ -52,9 +51,6 @@ impl GuestRam {
 
     /// Makes `file`, which holds the base or nothing, hold what RAM holds, of which these pages are private. Memory must
     /// stand still.
-    ///
-    /// # Errors
-    /// Those of writing.
     pub fn write_private(&self, private: &[Range<u64>], file: &File) -> Result<Written> {
         let mut written = Written::default();
         let failed = Error::io("writing the memory file");

@@ -10,21 +10,17 @@ use kvm_bindings::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Version of [`VcpuState`].
 pub const VCPU_STATE: u32 = 1;
-/// Version of [`VmState`].
 pub const VM_STATE: u32 = 1;
 
 /// One vCPU, parked.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VcpuState {
-    /// Version of this part.
     pub version: u32,
     /// Its number, which is its APIC's.
     pub id: u8,
     /// kHz of its time stamp counter; 0 if the host does not say.
     pub tsc_khz: u32,
-    /// General registers.
     pub regs: kvm_regs,
     /// Segments, control registers, APIC base.
     pub sregs: kvm_sregs,
@@ -34,9 +30,7 @@ pub struct VcpuState {
     pub xcrs: kvm_xcrs,
     /// FPU, SSE, AVX and their like.
     pub xsave: kvm_xsave,
-    /// Debug registers.
     pub debug: kvm_debugregs,
-    /// Local APIC.
     pub lapic: kvm_lapic_state,
     /// Pending exceptions, interrupts, NMIs.
     pub events: kvm_vcpu_events,
@@ -47,9 +41,7 @@ pub struct VcpuState {
 /// A machine without its vCPUs and its memory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VmState {
-    /// Version of this part.
     pub version: u32,
-    /// Interrupt controllers.
     pub pic_master: kvm_irqchip,
     /// The second of the old ones.
     pub pic_slave: kvm_irqchip,
@@ -59,8 +51,6 @@ pub struct VmState {
     pub clock: kvm_clock_data,
 }
 
-/// # Errors
-/// If they differ.
 pub(crate) fn check_version(part: &str, found: u32, known: u32) -> Result<()> {
     if found == known {
         return Ok(());

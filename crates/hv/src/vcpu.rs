@@ -2,7 +2,7 @@
 //!
 //! **Parked** means more than stopped. When `KVM_RUN` returns for an access to a device, the access is half done:
 //! KVM finishes it at the next `KVM_RUN`. State saved in between would do the access again in every copy (DESIGN finding 1).
-//! So [`Vcpu::settle`] enters once more with `immediate_exit` set, which finishes the access and runs nothing.
+//! So [`Vcpu::complete_exit`] enters once more with `immediate_exit` set, which finishes the access and runs nothing.
 #![allow(unsafe_code)]
 
 use crate::{
@@ -53,7 +53,6 @@ const ORDER: [Part; 12] = [
 pub trait Bus: Send + Sync {
     /// `IN`: fill `data`, one to four bytes.
     fn port_read(&self, port: u16, data: &mut [u8]);
-    /// `OUT`.
     fn port_write(&self, port: u16, data: &[u8]);
     /// A read from an address, one to eight bytes.
     fn read(&self, address: u64, data: &mut [u8]);
@@ -122,7 +121,6 @@ impl Vcpu {
         Ok(Self { fd, id, msrs: msrs.to_vec() })
     }
 
-    /// Its number.
     #[must_use]
     pub fn id(&self) -> u8 {
         self.id
@@ -134,9 +132,6 @@ impl Vcpu {
     }
 
     /// Enters the guest until it needs something, and serves that from `bus`.
-    ///
-    /// # Errors
-    /// None: what goes wrong is an [`End`].
     pub fn run(&mut self, bus: &dyn Bus) -> Exit {
         match self.fd.run() {
             Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => self.port_access(bus),
@@ -197,7 +192,7 @@ impl Vcpu {
     /// cannot do so (before Linux 6.11), nothing happens.
     ///
     /// # Errors
-    /// That of the call; what came before it stays.
+    /// On error the pages before it stay mapped.
     pub fn prefault(&self, address: u64, len: u64) -> Result<()> {
         /// `_IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)`.
         const KVM_PRE_FAULT_MEMORY: libc::Ioctl = 0xc040_aed5;
@@ -219,10 +214,7 @@ impl Vcpu {
     }
 
     /// Finishes an access to a device that is half done, without running the guest.
-    ///
-    /// # Errors
-    /// If KVM reports something else than the interruption we asked for.
-    pub fn settle(&mut self, bus: &dyn Bus) -> Result<(), End> {
+    pub fn complete_exit(&mut self, bus: &dyn Bus) -> Result<(), End> {
         self.fd.set_kvm_immediate_exit(1);
         // A string instruction or a wide access may need several rounds.
         let exit = loop {
@@ -239,49 +231,31 @@ impl Vcpu {
     }
 
     /// General registers.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn regs(&self) -> Result<kvm_regs> {
         self.fd.get_regs().map_err(Error::errno("KVM_GET_REGS"))
     }
 
     /// Sets general registers.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_regs(&self, regs: &kvm_regs) -> Result<()> {
         self.fd.set_regs(regs).map_err(Error::errno("KVM_SET_REGS"))
     }
 
     /// Segments and control registers.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn sregs(&self) -> Result<kvm_sregs> {
         self.fd.get_sregs().map_err(Error::errno("KVM_GET_SREGS"))
     }
 
     /// Sets segments and control registers.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
         self.fd.set_sregs(sregs).map_err(Error::errno("KVM_SET_SREGS"))
     }
 
     /// Local APIC.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn lapic(&self) -> Result<kvm_lapic_state> {
         self.fd.get_lapic().map_err(Error::errno("KVM_GET_LAPIC"))
     }
 
     /// Sets the local APIC.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_lapic(&self, lapic: &kvm_lapic_state) -> Result<()> {
         self.fd.set_lapic(lapic).map_err(Error::errno("KVM_SET_LAPIC"))
     }
@@ -289,7 +263,7 @@ impl Vcpu {
     /// Sets model-specific registers, in this order.
     ///
     /// # Errors
-    /// Names the one that is refused.
+    /// Names the register that KVM refuses.
     pub fn set_msrs(&self, msrs: &[(u32, u64)]) -> Result<()> {
         for chunk in msrs.chunks(KVM_MAX_MSR_ENTRIES) {
             let entries: Vec<_> = chunk
@@ -326,10 +300,7 @@ impl Vcpu {
         Ok(found)
     }
 
-    /// Its state. Only after [`Vcpu::settle`].
-    ///
-    /// # Errors
-    /// Those of the calls.
+    /// Its state. Only after [`Vcpu::complete_exit`].
     pub fn save(&self) -> Result<VcpuState> {
         // Asking for the MP state lets KVM take in pending INIT and SIPI: first. Events: last.
         let mp_state = self.fd.get_mp_state().map_err(Error::errno("KVM_GET_MP_STATE"))?;
@@ -350,9 +321,6 @@ impl Vcpu {
     }
 
     /// Puts a state in, in the order of [`ORDER`].
-    ///
-    /// # Errors
-    /// If it is not a state of this vCPU, and those of the calls.
     pub fn restore(&self, state: &VcpuState) -> Result<()> {
         check_version("vCPU", state.version, VCPU_STATE)?;
         if state.id != self.id {
@@ -373,18 +341,12 @@ impl Vcpu {
     }
 
     /// Running, halted, waiting for its start.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         self.fd.set_mp_state(state).map_err(Error::errno("KVM_SET_MP_STATE"))
     }
 
     /// Tells the guest, if it uses KVM's clock, that it stood still.
-    ///
-    /// # Errors
-    /// That of the call.
-    pub fn was_paused(&self) -> Result<()> {
+    pub fn notify_pause(&self) -> Result<()> {
         match self.fd.kvmclock_ctrl() {
             // It does not.
             Err(error) if error.errno() == libc::EINVAL => Ok(()),

@@ -44,9 +44,6 @@ pub struct Kvm {
 
 impl Kvm {
     /// Over a descriptor of `/dev/kvm`.
-    ///
-    /// # Errors
-    /// If it is something else, or lacks what every machine needs.
     pub fn new(fd: OwnedFd) -> Result<Self> {
         // SAFETY: we own the descriptor and hand it over. That it is KVM's is asked for next.
         let inner = unsafe { kvm_ioctls::Kvm::from_raw_fd(fd.into_raw_fd()) };
@@ -62,9 +59,6 @@ impl Kvm {
     }
 
     /// Opens `/dev/kvm` itself: for tests and probes, the monitor gets a descriptor.
-    ///
-    /// # Errors
-    /// If it cannot be opened, or lacks what every machine needs.
     pub fn open() -> Result<Self> {
         let file = std::fs::File::options().read(true).write(true).open("/dev/kvm");
         Self::new(file.map_err(Error::io("opening /dev/kvm"))?.into())
@@ -77,9 +71,6 @@ impl Kvm {
     }
 
     /// All that this host could show a guest.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn supported_cpuid(&self) -> Result<CpuId> {
         let mut cpuid = self
             .inner
@@ -98,9 +89,6 @@ impl Kvm {
     }
 
     /// Makes a machine without vCPUs over this memory, which it keeps.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn create_vm(&self, ram: &GuestRam) -> Result<Vm> {
         let fd = self.inner.create_vm().map_err(Error::errno("KVM_CREATE_VM"))?;
         fd.set_identity_map_address(IDENTITY_MAP).map_err(Error::errno("KVM_SET_IDENTITY_MAP_ADDR"))?;
@@ -142,16 +130,12 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Its memory.
     #[must_use]
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
     /// Adds a vCPU. `cpuid` is what it shows, before the number is put in (see [`crate::cpuid`]).
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn create_vcpu(&self, id: u8, cpuid: &crate::cpuid::CpuModel) -> Result<Vcpu> {
         let fd = self.fd.create_vcpu(id.into()).map_err(Error::errno("KVM_CREATE_VCPU"))?;
         Vcpu::new(fd, id, cpuid, &self.msrs, self.run_size)
@@ -159,27 +143,18 @@ impl Vm {
 
     /// Raises an edge-triggered interrupt: the line goes up and down. Done when this returns; an irqfd would
     /// still be at work in a kernel thread when a freeze takes the state of the interrupt controller.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn pulse(&self, gsi: u32) -> Result<()> {
         self.set_line(gsi, true)?;
         self.set_line(gsi, false)
     }
 
     /// Sets the line of a level-triggered interrupt.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_line(&self, gsi: u32, up: bool) -> Result<()> {
         self.fd.set_irq_line(gsi, up).map_err(Error::errno("KVM_IRQ_LINE"))
     }
 
     /// Has the event counter `event` signalled whenever the guest writes the four bytes of `value` to `address`,
     /// instead of an exit.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn notify(&self, event: BorrowedFd<'_>, address: u64, value: u32) -> Result<()> {
         // SAFETY: the descriptor is open while it is borrowed, and what is made of it here is never dropped.
         let event = ManuallyDrop::new(unsafe { EventFd::from_raw_fd(event.as_raw_fd()) });
@@ -189,9 +164,6 @@ impl Vm {
     }
 
     /// What is left of the machine besides memory and vCPUs.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn save(&self) -> Result<VmState> {
         let chip = |chip_id| -> Result<kvm_irqchip> {
             let mut chip = kvm_irqchip { chip_id, ..kvm_irqchip::default() };
@@ -209,9 +181,6 @@ impl Vm {
 
     /// Puts interrupt controllers back, after the vCPUs: an interrupt that is pending there goes to a local APIC at once,
     /// and would be lost in one that is overwritten later. The clock is set by [`Vm::set_clock`], last.
-    ///
-    /// # Errors
-    /// If the state is not one of these parts, and those of the calls.
     pub fn restore(&self, state: &VmState) -> Result<()> {
         check_version("machine", state.version, VM_STATE)?;
         let chips = [
@@ -231,9 +200,6 @@ impl Vm {
 
     /// Lets the guest's clock go on from where it stood: for the guest, no time has passed while it was frozen,
     /// be it a second or a week. The agent sets the wall clock when the copy is released.
-    ///
-    /// # Errors
-    /// That of the call.
     pub fn set_clock(&self, state: &VmState) -> Result<()> {
         let clock = kvm_clock_data {
             clock: state.clock.clock,

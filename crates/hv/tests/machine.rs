@@ -54,7 +54,7 @@ fn a_copy_replays_nothing() {
         let log = Log::default();
         let (vm, mut vcpus, model) = machine(&kvm, &ram, EVERY_EXIT, 1);
         serve(&mut vcpus[0], &log, exits);
-        vcpus[0].settle(&log).unwrap();
+        vcpus[0].complete_exit(&log).unwrap();
         let state = save(&vm, &vcpus);
         let before = log.len();
         let go_on = |vcpu: &mut keiki_hv::Vcpu| {
@@ -102,7 +102,7 @@ fn parent_and_copy_do_not_see_each_other() {
     let (vm, mut vcpus, model) = machine(&kvm, &ram, COUNTER, 1);
     ram.memory().write_obj(7_u32, GuestAddress(8 << 20)).unwrap();
     serve(&mut vcpus[0], &log, 5);
-    vcpus[0].settle(&log).unwrap();
+    vcpus[0].complete_exit(&log).unwrap();
     let state = save(&vm, &vcpus);
     let copy = |rounds: usize, value: u32| {
         in_child(&[kvm.as_fd()], || {
@@ -226,7 +226,7 @@ fn clocks_go_on_from_where_they_stood() {
     let log = Log::default();
     let (vm, mut vcpus, model) = machine(&kvm, &ram, COUNTER, 1);
     serve(&mut vcpus[0], &log, 3);
-    vcpus[0].settle(&log).unwrap();
+    vcpus[0].complete_exit(&log).unwrap();
     let state = save(&vm, &vcpus);
     drop((vm, vcpus));
     let frozen = Duration::from_millis(800);

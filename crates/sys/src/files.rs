@@ -7,31 +7,22 @@ use std::{fs::File, io, os::fd::AsFd, path::Path};
 /// filesystem that can.
 ///
 /// # Errors
-/// Those of the call; `EOPNOTSUPP` where the filesystem cannot.
+/// `EOPNOTSUPP` if the file system cannot share blocks.
 pub fn reflink(from: impl AsFd, to: impl AsFd) -> io::Result<()> {
     Ok(ioctl_ficlone(to, from)?)
 }
 
 /// Frees a range of a file; it reads as zeroes from then on.
-///
-/// # Errors
-/// Those of the call.
 pub fn punch(file: impl AsFd, start: u64, len: u64) -> io::Result<()> {
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, start, len)?)
 }
 
 /// Flushes a directory: names made, renamed or removed in it are durable afterwards.
-///
-/// # Errors
-/// Those of opening and flushing.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
 /// Does the file system of this directory have reflinks? Tried with two nameless files.
-///
-/// # Errors
-/// If the directory cannot be written.
 pub fn has_reflinks(dir: &Path) -> io::Result<bool> {
     use rustix::fs::{Mode, OFlags};
     use std::io::Write;

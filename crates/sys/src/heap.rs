@@ -19,9 +19,6 @@ pub struct Heap {
 }
 
 /// From now on a buffer of a mebibyte and more is the host's again as soon as it is freed.
-///
-/// # Errors
-/// If the C library refuses.
 pub fn return_large_buffers() -> io::Result<()> {
     // SAFETY: it sets a number of the allocator's, under the allocator's own lock.
     match unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) } {
@@ -30,7 +27,6 @@ pub fn return_large_buffers() -> io::Result<()> {
     }
 }
 
-/// The heap now.
 #[must_use]
 pub fn heap() -> Heap {
     // SAFETY: it takes nothing, and reads the allocator's numbers under the allocator's own locks.

@@ -41,7 +41,6 @@ const LOADER_CACHE: &str = "etc/ld.so.cache";
 /// What a jailed process may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Open descriptors.
     pub files: u64,
     /// Processes and threads of its user.
     pub tasks: u64,
@@ -87,9 +86,6 @@ fn c_string(path: &Path) -> io::Result<CString> {
 
 /// Makes a root for jails in `dir`: mount points and links, no content. `dirs` and `files` are the further mount
 /// points that [`Jail::bind`] will name. Any number of jails share it, for each mounts in a namespace of its own.
-///
-/// # Errors
-/// Those of making directories.
 pub fn make_root(dir: &Path, dirs: &[&str], files: &[&str]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
     for name in SYSTEM {
@@ -115,9 +111,6 @@ pub fn make_root(dir: &Path, dirs: &[&str], files: &[&str]) -> io::Result<()> {
 
 impl Jail {
     /// A jail in `root`, made by [`make_root`], for the user and group number `id`.
-    ///
-    /// # Errors
-    /// If a path holds a zero byte.
     pub fn new(root: &Path, id: u32, limits: Limits) -> io::Result<Self> {
         let mut jail = Self {
             root: c_string(root)?,
@@ -137,9 +130,6 @@ impl Jail {
     }
 
     /// Shows `from` of the host at `place` in the jail's root.
-    ///
-    /// # Errors
-    /// If a path holds a zero byte.
     pub fn bind(&mut self, from: &Path, root: &Path, place: &str, read_only: bool) -> io::Result<()> {
         let mut flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NODEV;
         flags.set(MountFlags::RDONLY, read_only);
@@ -213,7 +203,7 @@ impl Jail {
 /// and host name, as the user and group number `id`, without capabilities. Descriptors it has, it keeps.
 ///
 /// # Errors
-/// Those of the calls. What was left cannot be had back: the process should end.
+/// After an error the process should end: it cannot get back what it has given up.
 pub fn enter_empty(id: u32, limits: Limits) -> io::Result<()> {
     let nobody = Jail {
         root: c"/proc".into(),

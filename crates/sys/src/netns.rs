@@ -97,7 +97,6 @@ pub fn remove(name: &str) -> io::Result<()> {
     }
 }
 
-/// Names that start with `prefix`.
 pub fn list(prefix: &str) -> io::Result<Vec<String>> {
     let entries = match std::fs::read_dir(DIR) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

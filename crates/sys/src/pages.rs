@@ -16,9 +16,6 @@ pub const PAGE: u64 = 4096;
 
 /// The private pages of `range` (addresses of the process whose `/proc/PID/pagemap` this is), as ranges of
 /// addresses in order. The process must stand still, or the answer is of several instants.
-///
-/// # Errors
-/// Those of the calls.
 pub fn private_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     match scan(pagemap, range.clone()) {
         Err(error)
@@ -105,17 +102,11 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
 }
 
 /// The same by reading one entry a page: what Linux before 6.7 offers.
-///
-/// # Errors
-/// Those of reading.
 pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0)
 }
 
 /// The pages of `range` that the process has of a file, and has not written.
-///
-/// # Errors
-/// Those of reading.
 pub fn file_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     by_entry(pagemap, range, |entry| entry & PRESENT != 0 && entry & FILE != 0)
 }
@@ -156,7 +147,7 @@ fn push(ranges: &mut Vec<Range<u64>>, next: Range<u64>) {
 /// Fills `buffer` from another process's memory at `address`.
 ///
 /// # Errors
-/// Those of the call; a short read is `UnexpectedEof`.
+/// A short read is `UnexpectedEof`.
 pub fn read_memory(pid: u32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
     let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
     let mut done = 0;

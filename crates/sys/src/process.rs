@@ -25,7 +25,6 @@ pub struct Process {
 /// What a process starts with.
 #[derive(Debug, Default)]
 pub struct Setup {
-    /// Network namespace it runs in.
     pub netns: Option<OwnedFd>,
     /// Descriptors it inherits, under the numbers they have here, and no others beside its standard streams.
     pub keep: Vec<OwnedFd>,
@@ -36,9 +35,6 @@ pub struct Setup {
 impl Process {
     /// Starts `command` in a session of its own, with what `setup` says. Also its standard error, if the
     /// command pipes it.
-    ///
-    /// # Errors
-    /// Those of forking, entering the namespace or the jail, and executing.
     pub fn spawn(command: &mut Command, setup: Setup) -> io::Result<(Self, Option<ChildStderr>)> {
         let enter = move || {
             rustix::process::setsid()?;
@@ -63,9 +59,6 @@ impl Process {
     }
 
     /// Opens a process by its number. None if there is none.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn open(pid: u32) -> io::Result<Option<Self>> {
         let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
@@ -78,7 +71,6 @@ impl Process {
         Ok(start_time(pid)?.map(|start_time| Self { pid, start_time, fd }))
     }
 
-    /// Its number.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
@@ -91,9 +83,6 @@ impl Process {
     }
 
     /// CPU time it has used, user and system. None if it has ended.
-    ///
-    /// # Errors
-    /// Those of reading.
     pub fn cpu_time(&self) -> io::Result<Option<Duration>> {
         cpu_time(self.pid)
     }
@@ -105,9 +94,6 @@ impl Process {
     }
 
     /// Kills it. Gone already: no error.
-    ///
-    /// # Errors
-    /// Those of the call.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.fd, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -155,9 +141,6 @@ impl std::os::fd::AsRawFd for Process {
 }
 
 /// Takes over a descriptor that this process was started with, by its number. Nothing it starts will have it.
-///
-/// # Errors
-/// If there is no such descriptor, or it is one of the standard ones.
 pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
     if fd < 3 {
         return Err(io::Error::new(
@@ -181,9 +164,6 @@ fn lives(fd: &OwnedFd) -> bool {
 }
 
 /// The processes that run as this user, of those that were there when this was called.
-///
-/// # Errors
-/// Those of reading.
 pub fn of_user(user: u32) -> io::Result<Vec<Process>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
@@ -207,9 +187,6 @@ fn runs_as(pid: u32, user: u32) -> bool {
 }
 
 /// CPU time a process has used, user and system. None if there is no such process.
-///
-/// # Errors
-/// Those of reading.
 pub fn cpu_time(pid: u32) -> io::Result<Option<Duration>> {
     let Some([user, system]) = stat(pid, [14, 15])? else { return Ok(None) };
     let ticks = (user + system) as f64 / rustix::param::clock_ticks_per_second().max(1) as f64;
@@ -244,9 +221,6 @@ fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64;
 
 /// Whatever we were started with stays ours, but for the standard streams: a directory that our own parent left open would
 /// lead out of any jail, and some tools fail over descriptors that they did not open.
-///
-/// # Errors
-/// That of the call, which kernels have from 5.11 on.
 pub fn close_others_at_exec() -> io::Result<()> {
     // SAFETY: it sets a flag of descriptors and touches no memory.
     match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) } {

@@ -9,9 +9,6 @@ use std::{
 };
 
 /// Where a file has data, in order: whole blocks of this size, the last one up to the end. What lies between is holes.
-///
-/// # Errors
-/// Those of looking.
 pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
     let size = file.metadata()?.len();
     let mut found: Vec<Range<u64>> = Vec::new();
@@ -29,9 +26,6 @@ pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
 }
 
 /// Where data begins, at or after `at`; nowhere if there are only holes up to the end.
-///
-/// # Errors
-/// Those of looking.
 pub fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some(start)),
@@ -43,7 +37,7 @@ pub fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
 /// Copies `from` to a new file `to`, data only; holes stay holes. The copy is durable when this returns.
 ///
 /// # Errors
-/// If either cannot be read or written; `to` may be incomplete then.
+/// On error `to` may be incomplete.
 pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut source = File::open(from)?;
     let mut target = File::create_new(to)?;

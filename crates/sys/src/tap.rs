@@ -62,7 +62,6 @@ const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
 /// What whoever reads frames from a tap can finish by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Offloads {
-    /// Checksums.
     pub checksum: bool,
     /// Cutting TCP over IPv4 into segments; needs `checksum`.
     pub tso4: bool,

@@ -3,10 +3,8 @@
 use keiki_control::{ControlError, FailureKind, Reply};
 use std::io;
 
-/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// It makes no sense now, or never.
@@ -15,22 +13,16 @@ pub enum Error {
     /// The files are damaged, of another version, or of another machine.
     #[error("{0}")]
     Refused(String),
-    /// KVM, memory or vCPUs.
     #[error(transparent)]
     Hv(#[from] keiki_hv::Error),
-    /// Loading the kernel.
     #[error(transparent)]
     Boot(#[from] crate::boot::Error),
-    /// State of a device.
     #[error(transparent)]
     Device(#[from] keiki_devices::StateError),
-    /// The disk.
     #[error(transparent)]
     Disk(#[from] keiki_devices::disk::DiskError),
-    /// Descriptors.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// The host.
     #[error("{0}")]
     Host(&'static str, #[source] io::Error),
 }

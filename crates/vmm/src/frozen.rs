@@ -45,7 +45,6 @@ const DISKS_VERSION: u16 = 1;
 /// What a machine is, whatever it is doing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// vCPUs and RAM.
     pub shape: Shape,
     /// What differs in its devices.
     pub devices: Devices,
@@ -62,7 +61,6 @@ struct Machine {
 /// A machine at one instant.
 #[derive(Debug)]
 pub struct Frozen {
-    /// What it is.
     pub config: Config,
     /// Which processor it sees.
     pub cpu: CpuModel,
@@ -76,9 +74,6 @@ pub struct Frozen {
 
 impl Frozen {
     /// The bytes of a state file.
-    ///
-    /// # Errors
-    /// If it does not fit.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let Config { shape, devices: Devices { mac, agent_port, disks } } = self.config.clone();
         let mut parts = vec![
@@ -98,9 +93,6 @@ impl Frozen {
     }
 
     /// Reads a state file that must have this digest.
-    ///
-    /// # Errors
-    /// If it cannot be read, or is anything else.
     pub fn read(file: &mut File, digest: &[u8; 32]) -> Result<Self> {
         let size = file.metadata().map_err(Error::host("looking at the state file"))?.len();
         if size > MAX_BYTES {
@@ -118,9 +110,6 @@ impl Frozen {
     }
 
     /// The reverse of [`Frozen::to_bytes`]. Any bytes may come.
-    ///
-    /// # Errors
-    /// A sentence that says what is wrong.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let body = FRAME.decode(bytes).map_err(|error| Error::Refused(format!("the state file {error}")))?;
         // How many there are comes first; counted before they are parsed.

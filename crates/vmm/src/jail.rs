@@ -21,7 +21,7 @@ use std::{collections::BTreeMap, io};
 /// Enters it. One thread, nothing begun.
 ///
 /// # Errors
-/// Those of the calls; the process must end then.
+/// After an error the process must end.
 pub fn enter(user: u32, start: &Start) -> io::Result<()> {
     let limits = Limits {
         files: start.files,
@@ -36,9 +36,6 @@ pub fn enter(user: u32, start: &Start) -> io::Result<()> {
 }
 
 /// Installs the filter of system calls: all that is not listed ends the process.
-///
-/// # Errors
-/// Those of making and installing it.
 pub fn filter() -> io::Result<()> {
     for program in [thread_creation().map_err(io::Error::other)?, allowed().map_err(io::Error::other)?] {
         seccompiler::apply_filter(&program).map_err(io::Error::other)?;

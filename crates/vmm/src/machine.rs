@@ -1,20 +1,20 @@
-//! A machine: it runs, it is parked, a zygote is forked off it.
+//! A machine: it runs, it is paused, and it forks zygotes.
 //!
-//! Two kinds of threads. Each vCPU has one: it runs the guest and serves accesses to registers. The main thread does
-//! everything else, one thing at a time: backends of devices, notifications of queues, the control socket. It
-//! sleeps in one `poll`.
+//! There are two kinds of threads. Each vCPU has one, which runs the guest and serves register accesses. The main thread
+//! does everything else, one thing at a time: device backends, queue notifications, and the control socket. It sleeps in
+//! one `poll`.
 
 use crate::{
-    Error, Result,
-    board::{Board, Resources, layers, windows},
-    boot,
+    Error, Result, boot,
+    device_manager::{DeviceManager, mmio_devices},
+    exit::{EXIT_END, EXIT_THAW, exit_with, is_broken, redirect_stderr},
+    fds::{VmFds, layers},
     frozen::{Config, Frozen},
-    pages::First,
-    process::{EXIT_END, EXIT_THAW, Life, complain_on, exit_with, failed},
-    zygote::Zygote,
+    working_set::WorkingSet,
+    zygote::{ForkAncestry, Zygote},
 };
 use keiki_control::{self as control, Boot, Descriptors, Reply, Request, Role, Server, Stage, Step};
-use keiki_devices::{Event, disk::Top, power::Ending};
+use keiki_devices::{Event, disk::Top, power::GuestExit};
 use keiki_hv::{
     Cpus, End, GuestRam, HugePages, Kvm, Vm,
     cpuid::{Baseline, CpuModel},
@@ -29,8 +29,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long vCPUs may take to stop. Mostly it is a tenth of a millisecond; on a host that is far too busy a freeze that takes long is
-/// better than none.
+/// How long vCPUs may take to stop. They mostly take a tenth of a millisecond. On a host that is far too busy, a slow
+/// freeze is better than a failed one.
 const PARK: Duration = Duration::from_secs(2);
 /// How long devices may take to finish what is in flight.
 const DRAIN: Duration = Duration::from_millis(200);
@@ -40,34 +40,17 @@ pub struct Machine {
     kvm: Arc<Kvm>,
     vm: Vm,
     cpus: Cpus,
-    board: Board,
+    devices: DeviceManager,
     config: Config,
     cpu: CpuModel,
-    /// Signalled when a vCPU cannot go on.
+    /// Signalled when a vCPU cannot continue.
     end: Arc<Event>,
     listener: OwnedFd,
     server: Option<Server>,
     paused: bool,
-    heritage: Heritage,
-    /// For last words.
+    ancestry: ForkAncestry,
+    /// Console log, which receives the exit reason.
     log: File,
-}
-
-/// What copies inherit beside memory and state.
-#[derive(Debug, Clone, Default)]
-pub struct Heritage {
-    /// How many forks away from files, or from a boot.
-    pub forks: u32,
-    /// What is touched first.
-    pub first: Option<Arc<First>>,
-}
-
-impl Heritage {
-    /// That of a copy.
-    #[must_use]
-    pub fn of_copy(&self) -> Self {
-        Self { forks: self.forks + 1, first: self.first.clone() }
-    }
 }
 
 fn nanoseconds(duration: Duration) -> u64 {
@@ -76,21 +59,18 @@ fn nanoseconds(duration: Duration) -> u64 {
 
 impl Machine {
     /// Boots a kernel.
-    ///
-    /// # Errors
-    /// If something of it is not possible here, or not what it should be.
     pub fn boot(boot: &Boot, descriptors: &mut Descriptors) -> Result<Self> {
         let cpu_count = vcpu_count(boot.shape.vcpus)?;
         let kvm = Arc::new(Kvm::new(descriptors.take(Role::Kvm)?)?);
         let mut kernel = File::from(descriptors.take(Role::Kernel)?);
         let mut initrd = File::from(descriptors.take(Role::Initrd)?);
-        let devices = windows(&boot.devices)?;
-        let resources = Resources::take(descriptors, &boot.devices.disks)?;
+        let devices = mmio_devices(&boot.devices)?;
+        let fds = VmFds::take(descriptors, &boot.devices.disks)?;
         let ram = GuestRam::anonymous(u64::from(boot.shape.memory_mib) << 20, HugePages::Advise)?;
         let config = Config { shape: boot.shape, devices: boot.devices.clone() };
-        let cpu = CpuModel::new(&kvm, Baseline::Baseline, cpu_count)?;
+        let cpu = CpuModel::new(&kvm.supported_cpuid()?, Baseline::Baseline, cpu_count);
         let mut machine =
-            Self::assemble(kvm, &ram, config, cpu, resources, Heritage::default(), |_, board, vcpus| {
+            Self::assemble(kvm, &ram, config, cpu, fds, ForkAncestry::default(), |_, manager, vcpus| {
                 let spec = boot::Spec {
                     kernel: &mut kernel,
                     initramfs: Some(&mut initrd),
@@ -99,7 +79,7 @@ impl Machine {
                     devices,
                 };
                 let entry = boot::load(&ram, spec)?;
-                board.renew(boot.generation)?;
+                manager.set_generation(boot.generation)?;
                 vcpus.iter().try_for_each(|vcpu| entry.apply(vcpu))?;
                 Ok(())
             })?;
@@ -107,37 +87,34 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Continues a frozen machine on memory that is this process's own by now.
-    ///
-    /// # Errors
-    /// If the state or the descriptors are not what they should be, and those of the host.
+    /// Continues a frozen machine on the memory of this process.
     pub fn thaw(
         kvm: Arc<Kvm>,
         ram: &GuestRam,
         frozen: &Frozen,
-        resources: Resources,
+        fds: VmFds,
         generation: [u8; 16],
-        mut heritage: Heritage,
+        mut ancestry: ForkAncestry,
         watch: &mut Stopwatch,
     ) -> Result<Self> {
         let (config, cpu) = (frozen.config.clone(), frozen.cpu.clone());
-        if let Some(list) = &resources.pages {
-            heritage.first = Some(Arc::new(First::read(list)));
+        if let Some(list) = &fds.pages {
+            ancestry.working_set = Some(Arc::new(WorkingSet::read(list)));
         }
-        let first = heritage.first.clone();
-        let mut machine = Self::assemble(kvm, ram, config, cpu, resources, heritage, |vm, board, vcpus| {
+        let working_set = ancestry.working_set.clone();
+        let mut machine = Self::assemble(kvm, ram, config, cpu, fds, ancestry, |vm, manager, vcpus| {
             watch.lap("kvm");
             for (vcpu, state) in vcpus.iter().zip(&frozen.vcpus) {
                 vcpu.restore(state)?;
             }
             vm.restore(&frozen.vm)?;
             watch.lap("vcpus");
-            board.restore(&frozen.devices)?;
-            board.renew(generation)?;
+            manager.restore(&frozen.devices)?;
+            manager.set_generation(generation)?;
             watch.lap("devices");
-            if let Some((first, vcpu)) = first.as_ref().zip(vcpus.first()) {
-                // Without them it is slower only.
-                let _ = first.give(ram, vcpu);
+            if let Some((working_set, vcpu)) = working_set.as_ref().zip(vcpus.first()) {
+                // An error costs speed only.
+                let _ = working_set.map_into(ram, vcpu);
                 watch.lap("pages");
             }
             Ok(())
@@ -148,53 +125,53 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Puts a machine together; `fill` gives board and vCPUs what they begin with.
+    /// Makes a machine. `fill` sets the initial state of devices and vCPUs.
     fn assemble(
         kvm: Arc<Kvm>,
         ram: &GuestRam,
         config: Config,
         cpu: CpuModel,
-        resources: Resources,
-        heritage: Heritage,
-        fill: impl FnOnce(&Vm, &Board, &[keiki_hv::Vcpu]) -> Result<()>,
+        fds: VmFds,
+        ancestry: ForkAncestry,
+        fill: impl FnOnce(&Vm, &DeviceManager, &[keiki_hv::Vcpu]) -> Result<()>,
     ) -> Result<Self> {
         let vm = kvm.create_vm(ram)?;
         let end = Arc::new(Event::new().map_err(Error::host("making an event"))?);
         let fd = |fd: &OwnedFd| fd.try_clone().map_err(Error::host("copying a descriptor"));
-        let (listener, log) = (fd(&resources.listener)?, File::from(fd(&resources.console)?));
-        let board = Board::new(&vm, &config, resources)?;
+        let (listener, log) = (fd(&fds.listener)?, File::from(fd(&fds.console)?));
+        let devices = DeviceManager::new(&vm, &config, fds)?;
         let vcpus: Vec<_> =
             (0..cpu.vcpus).map(|id| vm.create_vcpu(id, &cpu)).collect::<keiki_hv::Result<_>>()?;
-        fill(&vm, &board, &vcpus)?;
+        fill(&vm, &devices, &vcpus)?;
         let on_end = end.clone();
-        let cpus = Cpus::start(vcpus, board.bus(), move || {
-            // Its counter is nowhere near full.
+        let cpus = Cpus::start(vcpus, devices.bus(), move || {
+            // The counter is nowhere near full.
             let _ = on_end.signal();
         })?;
         let (server, paused) = (None, true);
-        Ok(Self { kvm, vm, cpus, board, config, cpu, end, listener, server, paused, heritage, log })
+        Ok(Self { kvm, vm, cpus, devices, config, cpu, end, listener, server, paused, ancestry, log })
     }
 
     fn run(&mut self) -> Result<()> {
-        self.board.resume()?;
+        self.devices.resume()?;
         self.cpus.run();
         self.paused = false;
         Ok(())
     }
 
-    /// Serves until it is a zygote, in the copy that a freeze makes; as a machine it never returns.
-    pub fn serve(mut self) -> Life {
-        let events = self.board.events();
+    /// Serves requests and devices. Returns only in the copy that a freeze forks, as its zygote.
+    pub fn serve(mut self) -> Box<Zygote> {
+        let events = self.devices.events();
         loop {
             let (ready, control) = match self.wait(&events) {
                 Ok(found) => found,
                 Err(error) => self.finish(&format!("the event loop cannot wait ({error})")),
             };
             for device in ready {
-                self.board.process(device);
+                self.devices.process(device);
             }
-            self.look_for_the_end();
-            // What was ready was the one before: the new one is asked in the next round.
+            self.check_guest_exit();
+            // `control.server` is about the previous connection: a new one has its turn in the next round.
             let mut is_new = false;
             if control.listener
                 && let Ok(server) = control::accept(&self.listener)
@@ -206,15 +183,15 @@ impl Machine {
                 && !is_new
                 && let Some(zygote) = self.request()
             {
-                // Nothing of the parent's is dropped: threads that are not here, descriptors that are closed.
+                // Drops nothing of the parent: its threads do not exist here, and its descriptors are closed.
                 std::mem::forget(self);
                 std::mem::forget(events);
-                return Life::Zygote(zygote);
+                return zygote;
             }
         }
     }
 
-    /// Devices with something to do, and what there is on the control sockets.
+    /// Waits until there is something to do: which devices are ready, and which control sockets.
     fn wait(&self, events: &[(usize, OwnedFd)]) -> rustix::io::Result<(Vec<usize>, Ready)> {
         let mut fds =
             vec![PollFd::new(&self.listener, PollFlags::IN), PollFd::new(&*self.end, PollFlags::IN)];
@@ -231,45 +208,45 @@ impl Machine {
         Ok((devices, Ready { listener: is_ready(fds.first()), server }))
     }
 
-    fn look_for_the_end(&mut self) {
-        match self.board.ending() {
-            Some(Ending::Off) => self.finish("guest-shutdown"),
-            Some(Ending::Reset) => self.finish("guest-reset"),
+    fn check_guest_exit(&mut self) {
+        match self.devices.guest_exit() {
+            Some(GuestExit::Off) => self.finish("guest-shutdown"),
+            Some(GuestExit::Reset) => self.finish("guest-reset"),
             None => {}
         }
         match self.cpus.ended() {
             Some(End::PowerOff) => self.finish("guest-shutdown"),
-            // How a kernel that finds no other way reboots.
+            // A kernel that finds no other way reboots by a triple fault.
             Some(End::Reset | End::Shutdown) => self.finish("guest-reset"),
             Some(End::Failed(why)) => self.finish(&format!("failed: {why}")),
             None => {}
         }
     }
 
-    /// Last words, to the console log, since nobody need be there to read an exit status.
-    fn finish(&mut self, words: &str) -> ! {
+    /// Ends the process. Writes the reason to the console log: there may be no parent that reads an exit status.
+    fn finish(&mut self, reason: &str) -> ! {
         use std::io::{Seek, SeekFrom, Write};
-        let _ = self.board.pause(Instant::now() + DRAIN);
-        for disk in 0..self.board.disks() {
-            let _ = self.board.with_disk(disk, |disk| disk.flush());
+        let _ = self.devices.pause(Instant::now() + DRAIN);
+        for disk in 0..self.devices.disks() {
+            let _ = self.devices.with_disk(disk, |disk| disk.flush());
         }
         let _ = self.log.seek(SeekFrom::End(0));
-        let _ = writeln!(self.log, "\n{}{words}", control::LAST_WORDS);
+        let _ = writeln!(self.log, "\n{}{reason}", control::EXIT_REASON);
         exit_with(EXIT_END)
     }
 
-    /// One request. In the copy that a freeze makes: the zygote.
+    /// Serves one request. Returns the zygote in the copy that a freeze forks.
     fn request(&mut self) -> Option<Box<Zygote>> {
         let received = self.server.as_mut().map(Server::receive)?;
         let (request, mut descriptors) = match received {
             Ok(Some(received)) => received,
-            Err(error) if failed(&error) => {
+            Err(error) if is_broken(&error) => {
                 self.server = None;
                 return None;
             }
-            // Answered already.
+            // `receive` has answered already.
             Err(_) => return None,
-            // The node is gone; this machine is not.
+            // The node is gone. The machine stays.
             Ok(None) => {
                 self.server = None;
                 return None;
@@ -281,8 +258,8 @@ impl Machine {
             Request::Resume => self.resume().map(|()| Reply::Done),
             Request::Layers => self.layers(&mut descriptors).map(|()| Reply::Done),
             Request::Freeze => match self.freeze(&mut descriptors) {
-                Ok(Frost::Zygote(zygote)) => return Some(zygote),
-                Ok(Frost::Machine(reply)) => Ok(reply),
+                Ok(FreezeOutcome::Zygote(zygote)) => return Some(zygote),
+                Ok(FreezeOutcome::Machine(reply)) => Ok(reply),
                 Err(error) => Err(error),
             },
             other => Err(Error::Invalid(format!("{} is not for a machine", other.name()))),
@@ -295,11 +272,11 @@ impl Machine {
     }
 
     fn hello(&self) -> Result<Reply> {
-        let layers = self.board.with_disk(0, |disk| disk.lower_layers())?;
+        let layers = self.devices.with_disk(0, |disk| disk.lower_layers())?;
         Ok(Reply::Hello(control::Hello {
             stage: Stage::Machine,
             paused: self.paused,
-            generation: self.heritage.forks,
+            generation: self.ancestry.forks,
             layers: u32::try_from(layers).unwrap_or(u32::MAX),
         }))
     }
@@ -307,7 +284,7 @@ impl Machine {
     fn pause(&mut self) -> Result<()> {
         if !self.paused {
             self.cpus.park(PARK)?;
-            if let Err(error) = self.board.pause(Instant::now() + DRAIN) {
+            if let Err(error) = self.devices.pause(Instant::now() + DRAIN) {
                 self.cpus.run();
                 return Err(error);
             }
@@ -318,8 +295,8 @@ impl Machine {
 
     fn resume(&mut self) -> Result<()> {
         if self.paused {
-            // The guest's watchdogs would take the pause for a vCPU that hangs.
-            self.cpus.each(|vcpu| vcpu.was_paused())?;
+            // Otherwise watchdogs in the guest take the pause for a vCPU that hangs.
+            self.cpus.each(|vcpu| vcpu.notify_pause())?;
             self.run()?;
         }
         Ok(())
@@ -327,35 +304,35 @@ impl Machine {
 
     fn layers(&mut self, descriptors: &mut Descriptors) -> Result<()> {
         let root = std::iter::once(Role::Layer);
-        for (number, role) in root.chain((0..).map(Role::DiskLayer)).take(self.board.disks()).enumerate() {
+        for (number, role) in root.chain((0..).map(Role::DiskLayer)).take(self.devices.disks()).enumerate() {
             let files = descriptors.take_all(role);
             if !files.is_empty() {
-                self.board.with_disk(number, |disk| disk.rebase(layers(files)))??;
+                self.devices.with_disk(number, |disk| disk.rebase(layers(files)))??;
             }
         }
         Ok(descriptors.no_other_disks()?)
     }
 
-    /// Freezes: the copy is the zygote. See the module text of the crate for the order.
-    fn freeze(&mut self, descriptors: &mut Descriptors) -> Result<Frost> {
+    /// Forks a zygote. The documentation of the crate describes the order.
+    fn freeze(&mut self, descriptors: &mut Descriptors) -> Result<FreezeOutcome> {
         let control = descriptors.take(Role::Control)?;
         let stderr = descriptors.take_if_any(Role::Stderr);
         let files = self.new_tops(descriptors)?;
         let mut watch = Stopwatch::start();
         let was_paused = self.paused;
-        // Ahead of the pause: what the guest wrote and did not flush.
+        // Writes what the guest has not flushed, before the pause begins.
         let mut tops = Vec::new();
         for (number, file) in files {
-            let flushed = self.board.with_disk(number, |disk| disk.flush())?;
+            let flushed = self.devices.with_disk(number, |disk| disk.flush())?;
             flushed.map_err(Error::host("flushing the disk"))?;
-            tops.push((number, self.board.with_disk(number, |disk| disk.prepare_top(file))??));
+            tops.push((number, self.devices.with_disk(number, |disk| disk.prepare_top(file))??));
         }
         watch.lap("flush");
         let parked = Instant::now();
         self.pause()?;
         watch.lap("park");
         let done = self.copy(control, stderr.as_ref(), tops, &mut watch);
-        if matches!(done, Ok(Frost::Zygote(_))) {
+        if matches!(done, Ok(FreezeOutcome::Zygote(_))) {
             return done;
         }
         let resumed = if was_paused { Ok(()) } else { self.resume() };
@@ -363,17 +340,17 @@ impl Machine {
         let pause = running.map_or_else(|| parked.elapsed(), |at| at.saturating_duration_since(parked));
         watch.lap("resume");
         match (done, resumed) {
-            (Ok(Frost::Machine(Reply::Frozen(mut frozen))), Ok(())) => {
+            (Ok(FreezeOutcome::Machine(Reply::Frozen(mut frozen))), Ok(())) => {
                 frozen.vcpu_pause_ns = nanoseconds(pause);
                 frozen.steps = Step::list(watch.steps());
-                Ok(Frost::Machine(Reply::Frozen(frozen)))
+                Ok(FreezeOutcome::Machine(Reply::Frozen(frozen)))
             }
             (Ok(_), Err(error)) | (Err(error), _) => Err(error),
             (Ok(done), Ok(())) => Ok(done),
         }
     }
 
-    /// The next top of each disk that is written to, by the disk's number.
+    /// The next top of each writable disk, with the number of the disk.
     fn new_tops(&self, descriptors: &mut Descriptors) -> Result<Vec<(usize, File)>> {
         let mut tops = vec![(0, descriptors.take(Role::Top)?.into())];
         for (number, disk) in (0..).zip(&self.config.devices.disks) {
@@ -385,15 +362,15 @@ impl Machine {
         Ok(tops)
     }
 
-    /// All disks go on, each on its new top; or, on error, none does.
+    /// Switches all disks to their new tops. On error none has switched.
     fn switch_tops(&mut self, tops: Vec<(usize, Top)>) -> Result<()> {
-        // What can fail is done for all of them before the first one switches.
+        // Everything that can fail is done for all disks before the first one switches.
         for (number, _) in &tops {
-            self.board.with_disk(*number, |disk| disk.finish_top())??;
+            self.devices.with_disk(*number, |disk| disk.finish_top())??;
         }
         for (done, (number, top)) in tops.into_iter().enumerate() {
-            match self.board.with_disk(number, |disk| disk.switch_top(top))? {
-                // Nothing of it is right from here on: what was written to the others would not be in any copy.
+            match self.devices.with_disk(number, |disk| disk.switch_top(top))? {
+                // The disks are now of different instants, and no copy has what was written to the others.
                 Err(error) if done > 0 => {
                     self.finish(&format!("failed: a freeze could not switch disk {number}: {error}"));
                 }
@@ -403,16 +380,17 @@ impl Machine {
         Ok(())
     }
 
-    /// Between park and resume.
+    /// The part of a freeze between park and resume.
     fn copy(
         &mut self,
         control: OwnedFd,
         stderr: Option<&OwnedFd>,
         tops: Vec<(usize, Top)>,
         watch: &mut Stopwatch,
-    ) -> Result<Frost> {
-        // Since the event loop looked last. A copy would have vCPUs that never run again, and nobody to say so.
-        if self.board.ending().is_some() || self.cpus.ended().is_some() {
+    ) -> Result<FreezeOutcome> {
+        // The guest may have ended since the event loop checked. The vCPUs of a copy would never run, and nothing would
+        // report that.
+        if self.devices.guest_exit().is_some() || self.cpus.ended().is_some() {
             return Err(Error::Invalid("its guest has just ended".into()));
         }
         let frozen = Frozen {
@@ -420,29 +398,29 @@ impl Machine {
             cpu: self.cpu.clone(),
             vm: self.vm.save()?,
             vcpus: self.cpus.save()?,
-            devices: self.board.save()?,
+            devices: self.devices.save()?,
         };
         watch.lap("save");
         let keep = [control.as_fd(), self.kvm.as_fd()].into_iter().chain(stderr.map(AsFd::as_fd));
         match fork(&keep.collect::<Vec<_>>()).map_err(Error::host("forking"))? {
             Side::Child => {
-                // Its descriptors are the parent's, closed here already.
+                // The fork has closed these descriptors, which are the parent's.
                 std::mem::forget(tops);
                 let (kvm, ram) = (self.kvm.clone(), self.vm.ram().clone());
                 // An error must not be answered here: this process is not the machine.
-                let zygote = complain_on(stderr)
-                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.heritage.of_copy()));
+                let zygote = redirect_stderr(stderr)
+                    .and_then(|()| Zygote::new(kvm, ram, frozen, control, self.ancestry.of_copy()));
                 match zygote {
-                    Ok(zygote) => Ok(Frost::Zygote(Box::new(zygote))),
+                    Ok(zygote) => Ok(FreezeOutcome::Zygote(Box::new(zygote))),
                     Err(_) => exit_with(EXIT_THAW),
                 }
             }
             Side::Parent { child } => {
                 watch.lap("fork");
-                // If this fails, so does the freeze: the node drops its end of the zygote's connection, which ends it.
+                // If this fails, the freeze fails: the node closes its connection to the zygote, which ends it.
                 self.switch_tops(tops)?;
                 watch.lap("disk");
-                Ok(Frost::Machine(Reply::Frozen(control::Frozen {
+                Ok(FreezeOutcome::Machine(Reply::Frozen(control::Frozen {
                     pid: child,
                     vcpu_pause_ns: 0,
                     steps: Vec::new(),
@@ -452,14 +430,14 @@ impl Machine {
     }
 }
 
-/// What is ready besides devices.
+/// Which control sockets are ready.
 struct Ready {
     listener: bool,
     server: bool,
 }
 
-/// Who one is after a freeze.
-enum Frost {
+/// Which process this is after a freeze has forked.
+enum FreezeOutcome {
     Machine(Reply),
     Zygote(Box<Zygote>),
 }

@@ -1,4 +1,4 @@
-//! The binary: everything is in the library.
+//! The program `keiki-vmm`. The code is in the library.
 
 use keiki_control::Start;
 
@@ -7,12 +7,12 @@ fn main() {
         return probe();
     }
     match Start::from_args(std::env::args_os().skip(1)) {
-        Ok(start) => keiki_vmm::process::live(&start),
+        Ok(start) => keiki_vmm::process::run(&start),
         Err(error) => end(&error.to_string()),
     }
 }
 
-/// `keiki-vmm VERSION SPEED`, or why not.
+/// Prints `keiki-vmm VERSION SPEED`, or why KVM cannot be used.
 fn probe() {
     match keiki_vmm::probe::instructions_per_second() {
         Ok(speed) => println!("keiki-vmm {} {speed}", env!("CARGO_PKG_VERSION")),
@@ -22,5 +22,5 @@ fn probe() {
 
 fn end(why: &str) -> ! {
     eprintln!("keiki-vmm: {why}");
-    std::process::exit(keiki_vmm::process::EXIT_START)
+    std::process::exit(keiki_vmm::EXIT_START)
 }

@@ -1,7 +1,7 @@
-//! `keiki-vmm --probe`: how fast does KVM run a guest here?
+//! `keiki-vmm --probe`: measures how fast KVM runs a guest on this host.
 //!
-//! That `/dev/kvm` opens says little: it may interpret every instruction. So a guest of a few bytes counts down a
-//! register, and the clock tells. The node reads the answer before it chooses an engine.
+//! A host may have a `/dev/kvm` that interprets every instruction. So a guest of a few bytes counts down a register while
+//! the clock runs. The node reads the result before it chooses an engine.
 
 use keiki_hv::{
     Bus, Exit, GuestRam, HugePages, Kvm, Vcpu,
@@ -10,9 +10,9 @@ use keiki_hv::{
 use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Rounds of two instructions: nothing where KVM is native, a tenth of a second or two where it interprets.
+/// Rounds of two instructions. They take no time on native KVM, and a tenth of a second or two where it interprets.
 const ROUNDS: u32 = 100_000;
-/// After so long the guest is believed to make no progress.
+/// How long a guest may take for one round.
 const PATIENCE: Duration = Duration::from_secs(8);
 const CODE: u64 = 0x1000;
 const PORT: u16 = 0x10;
@@ -25,7 +25,7 @@ fn code() -> Vec<u8> {
     code
 }
 
-/// Devices: none.
+/// A bus without devices.
 struct Nothing;
 
 impl Bus for Nothing {
@@ -39,20 +39,18 @@ impl Bus for Nothing {
     fn write(&self, _: u64, _: &[u8]) {}
 }
 
-/// Guest instructions a second.
-///
-/// # Errors
-/// A sentence that says why no guest runs.
+/// Guest instructions per second, or a sentence that says why no guest runs.
 pub fn instructions_per_second() -> Result<u64, String> {
-    let told = |what: &'static str| move |error: keiki_hv::Error| format!("{what}: {error}");
-    let kvm = Kvm::open().map_err(told("KVM cannot be used"))?;
-    let ram = GuestRam::anonymous(2 << 20, HugePages::No).map_err(told("no guest memory"))?;
+    let explain = |what: &'static str| move |error: keiki_hv::Error| format!("{what}: {error}");
+    let kvm = Kvm::open().map_err(explain("cannot use KVM"))?;
+    let ram = GuestRam::anonymous(2 << 20, HugePages::No).map_err(explain("cannot map guest memory"))?;
     ram.memory().write_slice(&code(), GuestAddress(CODE)).map_err(|error| error.to_string())?;
-    let vm = kvm.create_vm(&ram).map_err(told("no machine can be made"))?;
-    let model = CpuModel::new(&kvm, Baseline::Baseline, 1).map_err(told("the processor is not known"))?;
-    let mut vcpu = vm.create_vcpu(0, &model).map_err(told("no vCPU can be made"))?;
-    enter_flat(&vcpu).map_err(told("the vCPU cannot be set up"))?;
-    // The first round makes page tables, and is not counted.
+    let vm = kvm.create_vm(&ram).map_err(explain("cannot make a virtual machine"))?;
+    let host = kvm.supported_cpuid().map_err(explain("cannot read the processor model"))?;
+    let model = CpuModel::new(&host, Baseline::Baseline, 1);
+    let mut vcpu = vm.create_vcpu(0, &model).map_err(explain("cannot make a vCPU"))?;
+    enter_flat(&vcpu).map_err(explain("cannot set up the vCPU"))?;
+    // The first round builds page tables and is not measured.
     round(&mut vcpu)?;
     let started = Instant::now();
     round(&mut vcpu)?;

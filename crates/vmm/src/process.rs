@@ -1,4 +1,4 @@
-//! What a monitor process is at a time, and how it begins and ends.
+//! What a monitor process is, and how one becomes another.
 //!
 //! ```text
 //!            Boot                      Freeze: fork(2)
@@ -8,33 +8,29 @@
 //!     └───────────────────────── Load ─────────────────────┘
 //! ```
 
-use crate::{Error, jail, machine::Machine, zygote::Zygote};
-use keiki_control::{self as control, ControlError, Reply, Request, Server, Stage, Start};
+use crate::{
+    Error,
+    exit::{EXIT_PANIC, EXIT_START, EXIT_THAW, exit_with, is_broken, redirect_stderr},
+    jail,
+    machine::Machine,
+    zygote::{ThawedCopy, Zygote},
+};
+use keiki_control::{self as control, Reply, Request, Server, Stage, Start, Step};
 use keiki_hv::fork;
-use std::{io::Write, os::fd::OwnedFd};
+use std::{io::Write, os::fd::AsFd};
 
-/// The machine has ended, and its last words say why.
-pub const EXIT_END: i32 = 0;
-/// It could not begin.
-pub const EXIT_START: i32 = 64;
-/// A copy could not become a machine; it has said why.
-pub const EXIT_THAW: i32 = 65;
-/// A mistake of ours.
-pub const EXIT_PANIC: i32 = 70;
-
-/// What a process is.
-pub enum Life {
-    /// Nothing in it.
+enum ProcessState {
+    /// Started, and holds no machine yet.
     Blank(Server),
-    /// Runs or is paused.
+    /// Holds a machine that runs or is paused.
     Machine(Box<Machine>),
     /// Holds a frozen machine.
     Zygote(Box<Zygote>),
 }
 
-/// Lives, from what the node started it with.
-pub fn live(start: &Start) -> ! {
-    // Unwinding would go through frames that are another process's after a fork.
+/// Runs a monitor until it ends.
+pub fn run(start: &Start) -> ! {
+    // Unwinding would run through frames that belong to another process after a fork.
     std::panic::set_hook(Box::new(|what| {
         let _ = writeln!(std::io::stderr(), "keiki-vmm: {what}");
         exit_with(EXIT_PANIC)
@@ -46,40 +42,20 @@ pub fn live(start: &Start) -> ! {
             exit_with(EXIT_START)
         }
     };
-    let mut life = Life::Blank(server);
+    let mut state = ProcessState::Blank(server);
     loop {
-        life = match life {
-            Life::Blank(server) => blank(server),
-            Life::Machine(machine) => machine.serve(),
-            Life::Zygote(zygote) => zygote.serve(),
+        state = match state {
+            ProcessState::Blank(server) => blank(server),
+            ProcessState::Machine(machine) => ProcessState::Zygote(machine.serve()),
+            ProcessState::Zygote(zygote) => ProcessState::Machine(Box::new(become_machine(zygote.serve()))),
         };
     }
-}
-
-/// Ends the process at once.
-pub fn exit_with(status: i32) -> ! {
-    fork::exit(status)
-}
-
-/// In a copy: says on `pipe` from now on what goes wrong.
-///
-/// # Errors
-/// That of the call.
-pub fn complain_on(pipe: Option<&OwnedFd>) -> crate::Result<()> {
-    let Some(pipe) = pipe else { return Ok(()) };
-    rustix::stdio::dup2_stderr(pipe).map_err(|error| Error::Host("redirecting standard error", error.into()))
-}
-
-/// Can the connection not be used any more?
-pub fn failed(error: &ControlError) -> bool {
-    matches!(error, ControlError::Io(_) | ControlError::Closed | ControlError::TimedOut)
 }
 
 fn begin(start: &Start) -> crate::Result<Server> {
     let control =
         keiki_sys::process::inherited(start.control).map_err(Error::host("the control descriptor"))?;
-    fork::close_all_but(&[std::os::fd::AsFd::as_fd(&control)])
-        .map_err(Error::host("closing inherited descriptors"))?;
+    fork::close_all_but(&[control.as_fd()]).map_err(Error::host("closing inherited descriptors"))?;
     fork::ignore_children().map_err(Error::host("leaving children to the kernel"))?;
     keiki_hv::install_kick()?;
     if let Some(user) = start.user {
@@ -88,31 +64,31 @@ fn begin(start: &Start) -> crate::Result<Server> {
     Ok(Server::new(control)?)
 }
 
-fn blank(mut server: Server) -> Life {
+fn blank(mut server: Server) -> ProcessState {
     loop {
         let (request, mut descriptors) = match server.receive() {
             Ok(Some(received)) => received,
             Ok(None) => exit_with(0),
-            Err(error) if failed(&error) => exit_with(0),
-            // Answered already.
+            Err(error) if is_broken(&error) => exit_with(0),
+            // `receive` has answered already.
             Err(_) => continue,
         };
         let reply = match request {
             Request::Hello => hello(),
             Request::Boot(boot) => match Machine::boot(&boot, &mut descriptors) {
                 Ok(machine) => {
-                    // From now on it is found by its listener, whoever started it.
+                    // From now on any node process can find it by its listener.
                     if server.answer(&Reply::Done).is_err() {
                         exit_with(0);
                     }
-                    return Life::Machine(Box::new(machine));
+                    return ProcessState::Machine(Box::new(machine));
                 }
                 Err(error) => error.reply(),
             },
             Request::Load(load) => match Zygote::load(&load, &mut descriptors, server) {
                 Ok(mut zygote) => {
                     zygote.loaded();
-                    return Life::Zygote(Box::new(zygote));
+                    return ProcessState::Zygote(Box::new(zygote));
                 }
                 Err((error, back)) => {
                     server = back;
@@ -129,4 +105,26 @@ fn blank(mut server: Server) -> Life {
 
 fn hello() -> Reply {
     Reply::Hello(control::Hello { stage: Stage::Blank, paused: false, generation: 0, layers: 0 })
+}
+
+/// Makes a machine in the copy of a zygote. The copy answers for itself: the kernel tells the node its process id.
+fn become_machine(copy: ThawedCopy) -> Machine {
+    let ThawedCopy { kvm, ram, frozen, fds, generation, ancestry, mut server, mut watch } = copy;
+    if redirect_stderr(fds.stderr.as_ref()).is_err() {
+        exit_with(EXIT_THAW);
+    }
+    match Machine::thaw(kvm, &ram, &frozen, fds, generation, ancestry, &mut watch) {
+        Ok(machine) => {
+            let steps = Step::list(watch.steps());
+            let reply = control::Thawed { pid: std::process::id(), generation, steps };
+            if server.answer(&Reply::Thawed(reply)).is_err() {
+                exit_with(EXIT_THAW);
+            }
+            machine
+        }
+        Err(error) => {
+            let _ = server.answer(&error.reply());
+            exit_with(EXIT_THAW)
+        }
+    }
 }

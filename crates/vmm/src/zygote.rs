@@ -1,13 +1,13 @@
-//! A zygote: a frozen machine in memory. It never runs a vCPU; it forks machines, or writes itself down.
+//! A zygote: a frozen machine in memory. It never runs a vCPU. It forks machines, and copies that write it to files.
 
 use crate::{
     Error, Result,
-    board::Resources,
+    exit::{exit_with, is_broken},
+    fds::VmFds,
     frozen::Frozen,
-    machine::{Heritage, Machine},
-    process::{EXIT_THAW, Life, complain_on, exit_with, failed},
+    working_set::WorkingSet,
 };
-use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Step, Thaw};
+use keiki_control::{self as control, Descriptors, Load, Reply, Request, Role, Server, Stage, Thaw};
 use keiki_hv::{
     GuestRam, Kvm,
     fork::{Side, fork},
@@ -21,40 +21,63 @@ use std::{
     sync::Arc,
 };
 
-/// Priority of what is written down in the background, in steps that `nice` counts.
+/// Nice value of a copy that writes files.
 const BACKGROUND: i32 = 10;
 
-/// A frozen machine.
+/// What copies inherit beside memory and state.
+#[derive(Debug, Clone, Default)]
+pub struct ForkAncestry {
+    /// Number of forks since the process that booted or loaded the machine.
+    pub forks: u32,
+    pub working_set: Option<Arc<WorkingSet>>,
+}
+
+impl ForkAncestry {
+    #[must_use]
+    pub fn of_copy(&self) -> Self {
+        Self { forks: self.forks + 1, working_set: self.working_set.clone() }
+    }
+}
+
 pub struct Zygote {
     kvm: Arc<Kvm>,
     ram: GuestRam,
     frozen: Frozen,
     server: Server,
-    heritage: Heritage,
+    ancestry: ForkAncestry,
+}
+
+/// A copy that is about to become a machine.
+pub struct ThawedCopy {
+    pub kvm: Arc<Kvm>,
+    pub ram: GuestRam,
+    pub frozen: Frozen,
+    pub fds: VmFds,
+    pub generation: [u8; 16],
+    pub ancestry: ForkAncestry,
+    /// Where the copy answers.
+    pub server: Server,
+    pub watch: Stopwatch,
 }
 
 impl Zygote {
-    /// What a freeze left in the copy of the process.
-    ///
-    /// # Errors
-    /// If the control connection is none.
+    /// The zygote in the copy that a freeze forked.
     pub fn new(
         kvm: Arc<Kvm>,
         ram: GuestRam,
         frozen: Frozen,
         control: OwnedFd,
-        heritage: Heritage,
+        ancestry: ForkAncestry,
     ) -> Result<Self> {
-        Ok(Self { kvm, ram, frozen, server: Server::new(control)?, heritage })
+        Ok(Self { kvm, ram, frozen, server: Server::new(control)?, ancestry })
     }
 
-    /// A stored machine. Everything that can be checked without starting it is checked here.
-    ///
-    /// # Errors
-    /// A sentence that says what is not as it should be.
+    /// Loads a stored machine, and checks everything that can be checked before it runs.
     pub fn load(load: &Load, descriptors: &mut Descriptors, server: Server) -> Result<Self, (Error, Server)> {
         match Self::read(load, descriptors) {
-            Ok((kvm, ram, frozen)) => Ok(Self { kvm, ram, frozen, server, heritage: Heritage::default() }),
+            Ok((kvm, ram, frozen)) => {
+                Ok(Self { kvm, ram, frozen, server, ancestry: ForkAncestry::default() })
+            }
             Err(error) => Err((error, server)),
         }
     }
@@ -69,7 +92,7 @@ impl Zygote {
                 is.vcpus, is.memory_mib, wanted.vcpus, wanted.memory_mib
             )));
         }
-        frozen.cpu.check(&kvm)?;
+        frozen.cpu.check(&kvm.supported_cpuid()?)?;
         let memory = File::from(descriptors.take(Role::Memory)?);
         let size = memory.metadata().map_err(Error::host("looking at the memory file"))?.len();
         if size != u64::from(is.memory_mib) << 20 {
@@ -79,36 +102,33 @@ impl Zygote {
         Ok((Arc::new(kvm), GuestRam::over(&memory)?, frozen))
     }
 
-    /// Says that it is there.
+    /// Answers the request that loaded it.
     pub fn loaded(&mut self) {
         if self.server.answer(&Reply::Done).is_err() {
             exit_with(0);
         }
     }
 
-    /// Serves until it is a machine, in the copy that a thaw makes. The zygote itself ends with its connection.
-    pub fn serve(mut self) -> Life {
+    /// Serves requests. Returns in the copy that a thaw forks; the zygote itself ends with its connection.
+    pub fn serve(mut self) -> ThawedCopy {
         loop {
             let (request, mut descriptors) = match self.server.receive() {
                 Ok(Some(received)) => received,
                 Ok(None) => exit_with(0),
-                Err(error) if failed(&error) => exit_with(0),
-                // Answered already.
+                Err(error) if is_broken(&error) => exit_with(0),
+                // `receive` has answered already.
                 Err(_) => continue,
             };
             let reply = match request {
                 Request::Hello => Ok(Some(self.hello())),
                 Request::Persist => self.persist(&mut descriptors),
                 Request::Thaw(thaw) => {
-                    let mut watch = Stopwatch::start();
+                    let watch = Stopwatch::start();
                     match self.thaw(&mut descriptors) {
-                        Ok(Thawing::Copy(resources, own)) => {
-                            return self.become_machine(&thaw, *resources, own, watch);
+                        Ok(ThawOutcome::Copy(fds, own)) => {
+                            return self.into_copy(&thaw, *fds, own, watch);
                         }
-                        Ok(Thawing::Zygote(reply)) => {
-                            watch.lap("fork");
-                            Ok(reply)
-                        }
+                        Ok(ThawOutcome::Zygote(reply)) => Ok(reply),
                         Err(error) => Err(error),
                     }
                 }
@@ -126,84 +146,57 @@ impl Zygote {
         Reply::Hello(control::Hello {
             stage: Stage::Zygote,
             paused: true,
-            generation: self.heritage.forks,
+            generation: self.ancestry.forks,
             layers: 0,
         })
     }
 
-    fn thaw(&self, descriptors: &mut Descriptors) -> Result<Thawing> {
+    fn thaw(&self, descriptors: &mut Descriptors) -> Result<ThawOutcome> {
         let own = own_connection(descriptors)?;
-        let resources = Resources::take(descriptors, &self.frozen.config.devices.disks)?;
-        let mut keep = resources.descriptors();
+        let fds = VmFds::take(descriptors, &self.frozen.config.devices.disks)?;
+        let mut keep = fds.all();
         keep.extend([self.kvm.as_fd(), own.as_ref().unwrap_or(&self.server).as_fd()]);
         Ok(match fork(&keep).map_err(Error::host("forking"))? {
-            Side::Child => Thawing::Copy(Box::new(resources), own),
-            Side::Parent { .. } => Thawing::Zygote(own.map(|_| Reply::Done)),
+            Side::Child => ThawOutcome::Copy(Box::new(fds), own),
+            Side::Parent { .. } => ThawOutcome::Zygote(own.map(|_| Reply::Done)),
         })
     }
 
-    /// In the copy. It answers itself: the kernel tells the node who it is.
-    fn become_machine(
-        self,
-        thaw: &Thaw,
-        resources: Resources,
-        own: Option<Server>,
-        mut watch: Stopwatch,
-    ) -> Life {
+    fn into_copy(self, thaw: &Thaw, fds: VmFds, own: Option<Server>, mut watch: Stopwatch) -> ThawedCopy {
         watch.lap("fork");
-        let Self { kvm, ram, frozen, server, heritage } = self;
-        let mut server = match own {
+        let Self { kvm, ram, frozen, server, ancestry } = self;
+        let server = match own {
             Some(own) => {
-                // Its descriptor is the zygote's, closed here already.
+                // The fork has closed this descriptor, which is the zygote's.
                 std::mem::forget(server);
                 own
             }
             None => server,
         };
-        if complain_on(resources.stderr.as_ref()).is_err() {
-            exit_with(EXIT_THAW);
-        }
-        let heritage = heritage.of_copy();
-        let machine = Machine::thaw(kvm, &ram, &frozen, resources, thaw.generation, heritage, &mut watch);
-        match machine {
-            Ok(machine) => {
-                let reply = control::Thawed {
-                    pid: std::process::id(),
-                    generation: thaw.generation,
-                    steps: Step::list(watch.steps()),
-                };
-                if server.answer(&Reply::Thawed(reply)).is_err() {
-                    exit_with(EXIT_THAW);
-                }
-                Life::Machine(Box::new(machine))
-            }
-            Err(error) => {
-                let _ = server.answer(&error.reply());
-                exit_with(EXIT_THAW)
-            }
-        }
+        let (generation, ancestry) = (thaw.generation, ancestry.of_copy());
+        ThawedCopy { kvm, ram, frozen, fds, generation, ancestry, server, watch }
     }
 
-    /// A copy writes, so that machines can be thawed meanwhile. What it writes is what it was forked with.
+    /// Forks a copy that writes memory and state, so that machines can be thawed meanwhile.
     fn persist(&mut self, descriptors: &mut Descriptors) -> Result<Option<Reply>> {
         let memory = File::from(descriptors.take(Role::Memory)?);
         let state = File::from(descriptors.take(Role::State)?);
-        // The page map is this process's: the copy could not use it.
+        // The page map belongs to this process: the copy could not use it.
         let private = self.ram.private(&File::from(descriptors.take(Role::Pagemap)?))?;
         let mut own = own_connection(descriptors)?;
         let keep = [memory.as_fd(), state.as_fd(), own.as_ref().unwrap_or(&self.server).as_fd()];
         match fork(&keep).map_err(Error::host("forking"))? {
             Side::Parent { .. } => Ok(own.map(|_| Reply::Done)),
             Side::Child => {
-                // Where processors are short, machines come first, and freezes of them. At the same priority it is right too.
+                // Machines and freezes come first where processors are busy. An error costs speed only.
                 let _ = rustix::process::setpriority_process(None, BACKGROUND);
                 if let Some(own) = &mut own {
-                    // The node learns which process it is, and can see to its priority as well.
+                    // Tells the node which process writes, so that the node can lower its priority too.
                     let _ = own.answer(&Reply::Done);
                 }
                 let written = self.write(&private, &memory, &state);
                 let server = own.as_mut().unwrap_or(&mut self.server);
-                // Nobody may wait for it any more.
+                // The node may have stopped waiting.
                 let _ = server.answer(&written.unwrap_or_else(|error| error.reply()));
                 exit_with(0)
             }
@@ -224,12 +217,12 @@ impl Zygote {
     }
 }
 
-/// Who one is after a thaw has forked.
-enum Thawing {
-    /// The zygote, and what it answers if its copy does not.
+/// Which process this is after a thaw has forked.
+enum ThawOutcome {
+    /// The zygote, and its answer unless the copy answers instead.
     Zygote(Option<Reply>),
-    /// The copy, what it is given, and where it answers if not on the zygote's connection.
-    Copy(Box<Resources>, Option<Server>),
+    /// The copy, its descriptors, and where it answers if not on the zygote's connection.
+    Copy(Box<VmFds>, Option<Server>),
 }
 
 /// The connection on which a copy answers.

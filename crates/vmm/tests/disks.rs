@@ -244,6 +244,6 @@ fn more_disks_than_there_is_room_for_are_refused() {
     assert_eq!(error, "Boot takes at most 0 descriptors for a layer of further disk 8, and has 1");
     let disks = vec![keiki_control::Disk { read_only: true }; 9];
     let devices = keiki_control::Devices { mac: [2; 6], agent_port: "x".into(), disks };
-    let error = keiki_vmm::board::windows(&devices).unwrap_err().to_string();
+    let error = keiki_vmm::device_manager::mmio_devices(&devices).unwrap_err().to_string();
     assert_eq!(error, "a machine has at most 8 disks besides its root disk, not 9");
 }

@@ -291,7 +291,7 @@ fn it_is_started_by_a_node_only() {
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (code, text) = run(&["--help"]);
-    assert_eq!(code, Some(keiki_vmm::process::EXIT_START));
+    assert_eq!(code, Some(keiki_vmm::EXIT_START));
     assert!(text.contains("started by a keiki node, not by hand"), "{text}");
     let start = Start {
         control: 77,
@@ -304,6 +304,6 @@ fn it_is_started_by_a_node_only() {
     };
     let args: Vec<_> = start.to_args().into_iter().map(|arg| arg.into_string().unwrap()).collect();
     let (code, text) = run(&args.iter().map(String::as_str).collect::<Vec<_>>());
-    assert_eq!(code, Some(keiki_vmm::process::EXIT_START));
+    assert_eq!(code, Some(keiki_vmm::EXIT_START));
     assert!(text.contains("the control descriptor"), "{text}");
 }

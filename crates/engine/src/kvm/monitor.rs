@@ -10,7 +10,7 @@ use crate::{
     console::tail,
     process::{Watched, blocking},
 };
-use keiki_control::{Client, LAST_WORDS, Role, Stage, Start};
+use keiki_control::{Client, EXIT_REASON, Role, Stage, Start};
 use keiki_sys::process::{Process, Setup};
 use keiki_types::Shape;
 use std::{
@@ -187,7 +187,7 @@ impl Drop for Background {
 /// What a monitor said last. A guest can say the same; it is for people.
 fn last_words(console: &[u8]) -> Option<String> {
     let text = String::from_utf8_lossy(console);
-    let words = text.lines().rev().find_map(|line| line.strip_prefix(LAST_WORDS))?;
+    let words = text.lines().rev().find_map(|line| line.strip_prefix(EXIT_REASON))?;
     Some(words.chars().filter(|c| !c.is_control()).take(400).collect())
 }
 

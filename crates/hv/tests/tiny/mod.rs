@@ -121,7 +121,7 @@ pub fn ram(mib: u64) -> GuestRam {
 pub fn machine(kvm: &Kvm, ram: &GuestRam, code: &[u8], vcpus: u8) -> (Vm, Vec<Vcpu>, CpuModel) {
     ram.memory().write_slice(code, GuestAddress(CODE)).unwrap();
     let vm = kvm.create_vm(ram).unwrap();
-    let model = CpuModel::new(kvm, Baseline::Baseline, vcpus).unwrap();
+    let model = CpuModel::new(&kvm.supported_cpuid().unwrap(), Baseline::Baseline, vcpus);
     let cpus: Vec<_> = (0..vcpus).map(|id| vm.create_vcpu(id, &model).unwrap()).collect();
     for vcpu in &cpus {
         enter_flat(vcpu, CODE);

@@ -1,16 +1,16 @@
-//! ACPI tables: how a guest finds its devices, since there is no PCI and no firmware.
+//! ACPI tables, by which a guest finds its devices: the machine has no PCI and no firmware.
 //!
 //! ```text
 //!   RSDP ── XSDT ─┬─ FADT ── DSDT    devices, power-off
 //!                 └─ MADT            vCPUs, I/O APIC
 //! ```
 //!
-//! The platform is "hardware-reduced": no fixed ACPI hardware, no PIC, no PIT, no RTC for the guest to probe and wait for.
-//! Events come as interrupts of a generic event device. All interrupts are edge triggered.
+//! The platform is "hardware-reduced": no fixed ACPI hardware, and no PIC, PIT or RTC that the guest would probe
+//! and wait for. Events come as interrupts of a generic event device. All interrupts are edge triggered.
 
 use super::{
     Error,
-    layout::{self, MAX_VCPUS, Place},
+    layout::{self, MAX_VCPUS, MmioWindow},
 };
 use acpi_tables::{
     Aml,
@@ -32,25 +32,22 @@ const OEM_REVISION: u32 = 1;
 const DSDT_REVISION: u8 = 2;
 const HEADER: u32 = 36;
 const ALIGN: usize = 16;
-/// There is no VGA, no MSI, no CMOS clock: nothing that a driver would probe for.
+/// No VGA, no MSI, no CMOS clock: nothing for a driver to probe.
 const BOOT_ARCHITECTURE: u16 = 1 << 2 | 1 << 3 | 1 << 5;
-/// What the sleep register takes for "off".
+/// Sleep type that means "off".
 const SLEEP_TYPE_OFF: u8 = 5;
-/// What the driver is notified of.
+/// Notification that the generation ID changed.
 const GENERATION_CHANGED: u8 = 0x80;
 
-/// All tables, to be put at [`layout::ACPI`]: the RSDP is first.
-///
-/// # Errors
-/// More vCPUs or devices than there can be.
+/// All tables, for [`layout::ACPI`]. The RSDP is first.
 pub fn tables(vcpus: u8, devices: usize) -> Result<Vec<u8>, Error> {
     if vcpus == 0 || vcpus > MAX_VCPUS {
         return Err(Error::Vcpus(vcpus));
     }
-    let places: Option<Vec<Place>> = (0..devices).map(layout::place).collect();
-    let places = places.ok_or(Error::Devices(devices))?;
+    let windows: Option<Vec<MmioWindow>> = (0..devices).map(layout::mmio_window).collect();
+    let windows = windows.ok_or(Error::Devices(devices))?;
     let mut area = Area { bytes: vec![0; Rsdp::len().next_multiple_of(ALIGN)] };
-    let dsdt = area.add(&dsdt(&places)?);
+    let dsdt = area.add(&dsdt(&windows)?);
     let fadt = area.add(&fadt(dsdt));
     let madt = area.add(&madt(vcpus));
     let mut xsdt = XSDT::new(OEM, OEM_TABLE, OEM_REVISION);
@@ -65,13 +62,13 @@ pub fn tables(vcpus: u8, devices: usize) -> Result<Vec<u8>, Error> {
     Ok(area.bytes)
 }
 
-/// Tables one behind the other.
+/// Tables, one after the other.
 struct Area {
     bytes: Vec<u8>,
 }
 
 impl Area {
-    /// Adds one, and gives its address.
+    /// Appends a table and returns its address.
     fn add(&mut self, table: &dyn Aml) -> u64 {
         let at = self.bytes.len();
         table.to_aml_bytes(&mut self.bytes);
@@ -94,7 +91,7 @@ fn fadt(dsdt: u64) -> impl Aml {
         Flags::Wbinvd,
         Flags::ResetRegSup,
         Flags::Headless,
-        // Set means: there is no such button among the fixed hardware.
+        // Set: the fixed hardware has no such button.
         Flags::PwrButton,
         Flags::SlpButton,
     ] {
@@ -119,10 +116,10 @@ fn madt(vcpus: u8) -> MADT {
     madt
 }
 
-fn dsdt(places: &[Place]) -> Result<Sdt, Error> {
+fn dsdt(windows: &[MmioWindow]) -> Result<Sdt, Error> {
     let mut inner = Vec::new();
-    for (device, place) in places.iter().enumerate() {
-        inner.extend(virtio(device, *place)?);
+    for (device, window) in windows.iter().enumerate() {
+        inner.extend(virtio(device, *window)?);
     }
     inner.extend(serial());
     inner.extend(generation());
@@ -133,9 +130,9 @@ fn dsdt(places: &[Place]) -> Result<Sdt, Error> {
     Ok(dsdt)
 }
 
-fn virtio(device: usize, place: Place) -> Result<Vec<u8>, Error> {
+fn virtio(device: usize, window: MmioWindow) -> Result<Vec<u8>, Error> {
     let fail = |_| Error::Devices(device);
-    let window = u32::try_from(place.window).map_err(fail)?;
+    let base = u32::try_from(window.base).map_err(fail)?;
     let size = u32::try_from(layout::WINDOW).map_err(fail)?;
     let number = u32::try_from(device).map_err(fail)?;
     let path: Path = format!("VR{number:02}").as_str().into();
@@ -147,7 +144,7 @@ fn virtio(device: usize, place: Place) -> Result<Vec<u8>, Error> {
             &Name::new("_CCA".into(), &ONE),
             &Name::new(
                 "_CRS".into(),
-                &ResourceTemplate::new(vec![&Memory32Fixed::new(true, window, size), &interrupt(place.gsi)]),
+                &ResourceTemplate::new(vec![&Memory32Fixed::new(true, base, size), &interrupt(window.gsi)]),
             ),
         ],
     )))
@@ -168,7 +165,7 @@ fn serial() -> Vec<u8> {
     ))
 }
 
-/// The generation ID, and the event device that says when it changed.
+/// The generation ID, and the event device that signals its change.
 fn generation() -> Vec<u8> {
     let address = Package::new(vec![&layout::GENERATION_ID, &ZERO]);
     let generation = bytes(&Device::new(
@@ -186,14 +183,14 @@ fn generation() -> Vec<u8> {
             &Name::new("_HID".into(), &"ACPI0013"),
             &Name::new("_UID".into(), &ZERO),
             &Name::new("_CRS".into(), &ResourceTemplate::new(vec![&interrupt(layout::GENERATION_GSI)])),
-            // One interrupt, one meaning.
+            // The device has one interrupt, so the method need not look which it was.
             &Method::new("_EVT".into(), 1, true, vec![&Notify::new(&Path::new("VGEN"), &GENERATION_CHANGED)]),
         ],
     ));
     [generation, events].concat()
 }
 
-/// Edge triggered, active high, nobody else's.
+/// Edge triggered, active high, not shared.
 fn interrupt(gsi: u32) -> Interrupt {
     Interrupt::new(true, true, false, false, gsi)
 }
@@ -261,8 +258,8 @@ mod tests {
     fn every_device_is_described() {
         let (_, _, dsdt) = walk(1, layout::MAX_DEVICES);
         for device in 0..layout::MAX_DEVICES {
-            let place = layout::place(device).unwrap();
-            let window = [&[0x86, 9, 0, 1], &(place.window as u32).to_le_bytes()[..]].concat();
+            let place = layout::mmio_window(device).unwrap();
+            let window = [&[0x86, 9, 0, 1], &(place.base as u32).to_le_bytes()[..]].concat();
             let at = dsdt.windows(window.len()).position(|bytes| bytes == window).unwrap();
             let interrupt = [&[0x89, 6, 0, 3, 1], &place.gsi.to_le_bytes()[..]].concat();
             assert_eq!(dsdt[at + 12..at + 12 + interrupt.len()], interrupt);

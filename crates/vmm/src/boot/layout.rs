@@ -1,7 +1,7 @@
-//! Where everything is: addresses and interrupts of a machine. Pure.
+//! Addresses and interrupts of a machine. Pure.
 //!
 //! ```text
-//!   0x0000_7000   boot parameters, page tables, command line (the guest's to reuse once it runs)
+//!   0x0000_7000   boot parameters, page tables, command line (the guest may reuse this once it runs)
 //!   0x000e_0000   ACPI tables ───────────── reserved, to 1 MiB
 //!   0x000f_f000   generation ID
 //!   0x0010_0000   kernel ...            initramfs (at the end of low RAM)
@@ -11,13 +11,13 @@
 //!   4 GiB         the rest of RAM
 //! ```
 //!
-//! A device's window and interrupt follow from its place in the order of devices alone, so a frozen machine records neither.
+//! The window and the interrupt of a device follow from its number alone, so a frozen machine records neither.
 
 use keiki_hv::{HOLE, Span};
 
 /// Boot parameters ("zero page").
 pub const BOOT_PARAMS: u64 = 0x7000;
-/// What a kernel that starts by PVH gets instead.
+/// Start information of a kernel that starts by PVH.
 pub const START_INFO: u64 = 0x6000;
 /// Memory map and modules of [`START_INFO`].
 pub const START_INFO_TABLES: u64 = 0x6100;
@@ -25,40 +25,34 @@ pub const START_INFO_TABLES: u64 = 0x6100;
 pub const GDT: u64 = 0x500;
 /// Page tables of the start: one page, one page, four pages.
 pub const PAGE_TABLES: u64 = 0x9000;
-/// Command line.
 pub const COMMAND_LINE: u64 = 0x2_0000;
-/// Longest command line, without its end: what x86 kernels take.
+/// Longest command line that x86 kernels accept, without its final zero byte.
 pub const COMMAND_LINE_MAX: usize = 2047;
-/// End of the RAM that a BIOS would leave.
+/// End of the RAM below the area that a BIOS would use.
 const LOW_END: u64 = 0x9_f000;
 /// ACPI tables; the RSDP is first.
 pub const ACPI: u64 = 0xe_0000;
-/// A page that holds the generation ID, at [`GENERATION_ID`].
+/// End of the ACPI tables.
 pub const ACPI_END: u64 = GENERATION_ID;
 /// The 16 bytes that change with every thaw.
 pub const GENERATION_ID: u64 = 0xf_f000;
-/// End of the reserved part: where kernels begin.
+/// End of the reserved part. Kernels are loaded from here on.
 pub const HIGH_RAM: u64 = 0x10_0000;
 /// KVM's own pages below 4 GiB.
 const KVM_PAGES: u64 = 0xfffb_c000;
-/// I/O APIC.
 pub const IO_APIC: u32 = 0xfec0_0000;
-/// Local APICs.
 pub const LOCAL_APIC: u32 = 0xfee0_0000;
 
 /// First port of the serial console.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Interrupt of the serial console.
 pub const SERIAL_GSI: u32 = 4;
-/// A byte written here with [`SLEEP_ENABLE`] switches the machine off. The next port is the status that goes with it.
+/// Sleep control register. The next port is the sleep status register.
 pub const SLEEP_PORT: u16 = 0x600;
-/// See [`SLEEP_PORT`].
-pub const SLEEP_ENABLE: u8 = 1 << 5;
-/// [`RESET_VALUE`] written here resets the machine, which ends it.
+/// Writing [`RESET_VALUE`] here resets the machine, which ends it.
 pub const RESET_PORT: u16 = 0x602;
-/// See [`RESET_PORT`].
 pub const RESET_VALUE: u8 = 1;
-/// Interrupt that says that the generation changed.
+/// Interrupt that signals a new generation ID.
 pub const GENERATION_GSI: u32 = 5;
 
 /// First window.
@@ -73,23 +67,21 @@ pub const MAX_DEVICES: usize = (LAST_GSI - FIRST_GSI + 1) as usize;
 /// Most vCPUs.
 pub const MAX_VCPUS: u8 = 32;
 
-/// Where a device is.
+/// Address and interrupt of an MMIO device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// First address of its window.
-    pub window: u64,
-    /// Its interrupt.
+pub struct MmioWindow {
+    pub base: u64,
     pub gsi: u32,
 }
 
-/// Where the device with this number is, counted from 0. None: there is no room for so many.
+/// The window of the device with this number, counted from 0. None: the machine has no room for it.
 #[must_use]
-pub fn place(device: usize) -> Option<Place> {
+pub fn mmio_window(device: usize) -> Option<MmioWindow> {
     let number = u32::try_from(device).ok().filter(|_| device < MAX_DEVICES)?;
-    Some(Place { window: WINDOWS + u64::from(number) * WINDOW, gsi: FIRST_GSI + number })
+    Some(MmioWindow { base: WINDOWS + u64::from(number) * WINDOW, gsi: FIRST_GSI + number })
 }
 
-/// Which device has this address, and how far into its window it is.
+/// The device at this address, and the offset in its window.
 #[must_use]
 pub fn device_at(address: u64) -> Option<(usize, u64)> {
     let offset = address.checked_sub(WINDOWS)?;
@@ -97,23 +89,17 @@ pub fn device_at(address: u64) -> Option<(usize, u64)> {
     Some((device, offset % WINDOW))
 }
 
-/// What a part of the memory map is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The guest's to use.
     Ram = 1,
-    /// Not the guest's to use.
     Reserved = 2,
 }
 
-/// A part of the memory map.
+/// One entry of the memory map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// First address.
     pub start: u64,
-    /// Bytes.
     pub len: u64,
-    /// What it is.
     pub kind: Kind,
 }
 
@@ -161,18 +147,18 @@ mod tests {
     }
 
     #[test]
-    fn every_device_has_a_place_of_its_own_in_the_hole() {
-        let places: Vec<Place> = (0..MAX_DEVICES).map(|device| place(device).unwrap()).collect();
-        for (device, found) in places.iter().enumerate() {
-            assert!(HOLE.contains(&found.window) && found.window + WINDOW <= u64::from(IO_APIC));
+    fn every_device_has_its_own_window_in_the_hole() {
+        let windows: Vec<MmioWindow> = (0..MAX_DEVICES).map(|device| mmio_window(device).unwrap()).collect();
+        for (device, found) in windows.iter().enumerate() {
+            assert!(HOLE.contains(&found.base) && found.base + WINDOW <= u64::from(IO_APIC));
             assert!((FIRST_GSI..=LAST_GSI).contains(&found.gsi));
             assert!(![SERIAL_GSI, GENERATION_GSI].contains(&found.gsi));
-            assert_eq!(device_at(found.window), Some((device, 0)));
-            assert_eq!(device_at(found.window + WINDOW - 1), Some((device, WINDOW - 1)));
-            assert!(places[..device].iter().all(|other| other.gsi != found.gsi));
+            assert_eq!(device_at(found.base), Some((device, 0)));
+            assert_eq!(device_at(found.base + WINDOW - 1), Some((device, WINDOW - 1)));
+            assert!(windows[..device].iter().all(|other| other.gsi != found.gsi));
         }
-        assert_eq!(place(MAX_DEVICES), None);
-        assert_eq!(place(usize::MAX), None);
+        assert_eq!(mmio_window(MAX_DEVICES), None);
+        assert_eq!(mmio_window(usize::MAX), None);
         assert_eq!(device_at(WINDOWS - 1), None);
         assert_eq!(device_at(WINDOWS + MAX_DEVICES as u64 * WINDOW), None);
         assert_eq!(device_at(u64::MAX), None);

@@ -24,19 +24,14 @@ use vm_memory::{Bytes, GuestAddress};
 /// Why a machine cannot boot.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// vCPUs.
     #[error("{0} vCPUs: a machine has 1 to {max}", max = layout::MAX_VCPUS)]
     Vcpus(u8),
-    /// Devices.
     #[error("{0} devices: there is room for {max}", max = layout::MAX_DEVICES)]
     Devices(usize),
-    /// The kernel is none.
     #[error("the kernel cannot be booted: {0}")]
     Kernel(String),
-    /// The initramfs cannot be read.
     #[error("the initramfs cannot be read")]
     Initramfs(#[source] std::io::Error),
-    /// Too little RAM.
     #[error(
         "the machine has {has_mib} MiB of memory, its kernel and initramfs need {needs_mib} MiB to start"
     )]
@@ -46,7 +41,6 @@ pub enum Error {
         /// What would do.
         needs_mib: u64,
     },
-    /// The command line.
     #[error("the command line {0}")]
     CommandLine(String),
     /// Something does not lie in RAM.
@@ -54,16 +48,12 @@ pub enum Error {
     Write(u64),
 }
 
-/// What is booted.
 #[derive(Debug)]
 pub struct Spec<'a> {
     /// bzImage, or ELF with an entry for PVH or 64 bits.
     pub kernel: &'a mut File,
-    /// Initial RAM file system.
     pub initramfs: Option<&'a mut File>,
-    /// The whole command line.
     pub command_line: &'a str,
-    /// vCPUs.
     pub vcpus: u8,
     /// How many devices have a window, in the order of their places.
     pub devices: usize,
@@ -72,7 +62,7 @@ pub struct Spec<'a> {
 /// Fills guest memory and says where the first vCPU begins.
 ///
 /// # Errors
-/// Something cannot be booted; memory may hold some of it then.
+/// On error memory may hold a part of it.
 pub fn load(ram: &GuestRam, spec: Spec) -> Result<Entry, Error> {
     let tables = acpi::tables(spec.vcpus, spec.devices)?;
     let entry = kernel::load(ram, spec.kernel, spec.initramfs, spec.command_line)?;

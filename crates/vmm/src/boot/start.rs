@@ -38,9 +38,6 @@ pub enum Entry {
 
 impl Entry {
     /// Sets up a vCPU, each of a machine: what is said of memory must be the same on all, the rest is the first one's.
-    ///
-    /// # Errors
-    /// Those of the calls.
     pub fn apply(self, vcpu: &Vcpu) -> HvResult<()> {
         vcpu.set_msrs(&MSRS)?;
         let mut lapic = vcpu.lapic()?;

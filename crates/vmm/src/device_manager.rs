@@ -1,14 +1,15 @@
-//! The board: which devices a machine has, where the guest finds them, and who serves an access.
+//! The devices of a machine, where the guest finds them, and which of them serves an access.
 //!
-//! Their order is fixed, and address and interrupt follow from it ([`layout::place`]): a frozen machine records
-//! neither. A thaw makes all devices anew, from descriptors of its own, and gives each its state.
+//! Their order is fixed. Address and interrupt follow from it ([`layout::mmio_window`]), so a frozen machine records
+//! neither. A thaw makes new devices on its own descriptors and restores the state of each.
 
 use crate::{
     Error, Result,
-    boot::layout::{self, Place},
+    boot::layout::{self, MmioWindow},
+    fds::{VmFds, layers},
     frozen::Config,
 };
-use keiki_control::{self as control, Descriptors, Devices, MAX_DISKS, Role};
+use keiki_control::{Devices, MAX_DISKS};
 use keiki_devices::{
     Device, Interrupt, State,
     virtio::{InterruptStatus, VirtioDevice},
@@ -18,10 +19,10 @@ use keiki_devices::{
     block::Block,
     console::Console,
     console_log::ConsoleLog,
-    disk::{Disk, Format, Layer},
+    disk::Disk,
     mmio::{Mmio, NOTIFY},
     net::Net,
-    power::{self, Ending, Power},
+    power::{self, GuestExit, Power},
     rng::Rng,
     serial::Serial,
     vmgenid::VmGenId,
@@ -30,117 +31,36 @@ use keiki_hv::{GuestRam, Vm};
 use std::{
     fs::File,
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 use vm_memory::GuestAddress;
 
-/// Devices with a window that every machine has: root disk, network, console, entropy, balloon. Further disks come behind them.
-const WINDOWS: usize = 5;
+/// MMIO devices of every machine: root disk, network, console, entropy, balloon. Further disks follow them.
+const MMIO_DEVICES: usize = 5;
 
-/// There is no such clock. Ones would look like one that is always busy, for which Linux waits.
+/// The machine has no CMOS clock. Its ports read as zeroes: ones would look like a clock that is always busy, for which
+/// Linux waits.
 const CMOS_CLOCK: [u16; 2] = [0x70, 0x71];
-
-/// What one machine is given for itself alone.
-#[derive(Debug)]
-pub struct Resources {
-    /// Lower layers, bottom first.
-    pub layers: Vec<OwnedFd>,
-    /// The writable layer.
-    pub top: OwnedFd,
-    /// Network.
-    pub tap: Option<OwnedFd>,
-    /// Agent port.
-    pub agent: OwnedFd,
-    /// Console log.
-    pub console: OwnedFd,
-    /// Control connections.
-    pub listener: OwnedFd,
-    /// Those of further disks.
-    pub disks: Vec<DiskFiles>,
-    /// Standard error, where it is to be another than before.
-    pub stderr: Option<OwnedFd>,
-    /// What is read first.
-    pub pages: Option<OwnedFd>,
-}
-
-/// The files of a further disk.
-#[derive(Debug)]
-pub struct DiskFiles {
-    /// Lower layers, bottom first.
-    pub layers: Vec<OwnedFd>,
-    /// The writable layer. None: it is only read.
-    pub top: Option<OwnedFd>,
-}
-
-impl Resources {
-    /// Those of a request, for a machine with these disks besides its root disk.
-    ///
-    /// # Errors
-    /// If one is missing, or too much.
-    pub fn take(descriptors: &mut Descriptors, disks: &[control::Disk]) -> Result<Self> {
-        let further = |(number, disk): (u8, &control::Disk)| -> Result<DiskFiles> {
-            let mut layers = vec![descriptors.take(Role::DiskLayer(number))?];
-            layers.extend(descriptors.take_all(Role::DiskLayer(number)));
-            let top = (!disk.read_only).then(|| descriptors.take(Role::DiskTop(number))).transpose()?;
-            Ok(DiskFiles { layers, top })
-        };
-        let disks = (0..).zip(disks).map(further).collect::<Result<_>>()?;
-        let taken = Self {
-            disks,
-            layers: descriptors.take_all(Role::Layer),
-            top: descriptors.take(Role::Top)?,
-            tap: descriptors.take_if_any(Role::Tap),
-            agent: descriptors.take(Role::Agent)?,
-            console: descriptors.take(Role::Console)?,
-            listener: descriptors.take(Role::Listener)?,
-            stderr: descriptors.take_if_any(Role::Stderr),
-            pages: descriptors.take_if_any(Role::Pages),
-        };
-        descriptors.no_other_disks()?;
-        Ok(taken)
-    }
-
-    /// All of them: what a copy keeps.
-    #[must_use]
-    pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let mut all: Vec<_> = self.layers.iter().map(AsFd::as_fd).collect();
-        all.extend(self.disks.iter().flat_map(|disk| disk.layers.iter().chain(&disk.top)).map(AsFd::as_fd));
-        all.extend([&self.tap, &self.stderr, &self.pages].into_iter().flatten().map(AsFd::as_fd));
-        all.extend([&self.top, &self.agent, &self.console, &self.listener].map(AsFd::as_fd));
-        all
-    }
-}
-
-/// Files as disk layers: the bottom is raw, the others are qcow2.
-#[must_use]
-pub fn layers(files: Vec<OwnedFd>) -> Vec<Layer> {
-    let format = |index| if index == 0 { Format::Raw } else { Format::Qcow2 };
-    let layer = |(index, file)| Layer { format: format(index), file: File::from(file) };
-    files.into_iter().enumerate().map(layer).collect()
-}
 
 type Shared = Arc<Mutex<dyn Device>>;
 
-/// The devices of a machine.
-pub struct Board {
-    /// All of them, in order: those with windows, serial console, power, generation ID.
+/// All devices of a machine.
+pub struct DeviceManager {
+    /// In the order of their states: MMIO devices, serial console, power, generation ID.
     devices: Vec<Shared>,
-    /// The root disk, then further ones.
+    /// The root disk first.
     disks: Vec<Arc<Mutex<Mmio<Block>>>>,
     power: Arc<Mutex<Power>>,
     generation: Arc<Mutex<VmGenId>>,
     bus: Arc<Bus>,
 }
 
-impl Board {
-    /// All devices, paused, as new.
-    ///
-    /// # Errors
-    /// If the disk is not what it should be, and those of the host.
-    pub fn new(vm: &Vm, config: &Config, resources: Resources) -> Result<Self> {
-        let Resources { layers: files, top, tap, agent, console, disks: further, .. } = resources;
+impl DeviceManager {
+    /// Makes all devices, new and paused.
+    pub fn new(vm: &Vm, config: &Config, fds: VmFds) -> Result<Self> {
+        let VmFds { layers: files, top, tap, agent, console, disks: further, .. } = fds;
         let memory = vm.ram().memory().clone();
         let disk = Disk::open(layers(files), Some(top.into()))?;
         let (disk, first) = virtio(vm, 0, Block::new(disk, "root"))?;
@@ -153,12 +73,13 @@ impl Board {
             virtio(vm, 1, net)?.1,
             virtio(vm, 2, agent)?.1,
             virtio(vm, 3, rng)?.1,
-            virtio(vm, 4, Balloon::new(Box::new(Give(vm.ram().clone()))))?.1,
+            virtio(vm, 4, Balloon::new(Box::new(Ram(vm.ram().clone()))))?.1,
         ];
         let mut disks = vec![disk];
         for (number, files) in further.into_iter().enumerate() {
             let disk = Disk::open(layers(files.layers), files.top.map(File::from))?;
-            let (disk, window) = virtio(vm, WINDOWS + number, Block::new(disk, &format!("disk{number}")))?;
+            let (disk, window) =
+                virtio(vm, MMIO_DEVICES + number, Block::new(disk, &format!("disk{number}")))?;
             disks.push(disk);
             windows.push(window);
         }
@@ -195,44 +116,38 @@ impl Board {
         Ok(Self { devices, disks, power, generation, bus })
     }
 
-    /// What the guest wants of its machine, if it said so.
+    /// How the guest has ended, if it has.
     #[must_use]
-    pub fn ending(&self) -> Option<Ending> {
-        lock(&self.power).ending()
+    pub fn guest_exit(&self) -> Option<GuestExit> {
+        lock(&self.power).guest_exit()
     }
 
-    /// Gives the guest an ID of its own. It is told at the next [`Board::resume`].
-    ///
-    /// # Errors
-    /// Those of memory.
-    pub fn renew(&self, generation: [u8; 16]) -> Result<()> {
-        lock(&self.generation).renew(generation).map_err(Error::host("writing the generation ID"))
+    /// Sets the VM generation ID. [`DeviceManager::resume`] notifies the guest.
+    pub fn set_generation(&self, generation: [u8; 16]) -> Result<()> {
+        lock(&self.generation).set(generation).map_err(Error::host("writing the generation ID"))
     }
 
-    /// What vCPUs call.
+    /// The bus on which vCPUs access the devices.
     #[must_use]
     pub fn bus(&self) -> Arc<Bus> {
         self.bus.clone()
     }
 
-    /// Descriptors to wait for, and the device of each.
+    /// Descriptors to poll, each with the index of its device.
     #[must_use]
     pub fn events(&self) -> Vec<(usize, OwnedFd)> {
         let clone = |device: &Shared| lock(device).events().and_then(|fd| fd.try_clone_to_owned().ok());
         self.devices.iter().enumerate().filter_map(|(i, device)| Some((i, clone(device)?))).collect()
     }
 
-    /// A device has something to do.
+    /// Lets a device do what its descriptor is ready for.
     pub fn process(&self, device: usize) {
         if let Some(device) = self.devices.get(device) {
             lock(device).process();
         }
     }
 
-    /// Stops all devices, with nothing in flight. On error those that stopped go on.
-    ///
-    /// # Errors
-    /// If one cannot.
+    /// Pauses all devices, with nothing in flight. On error the devices that paused resume.
     pub fn pause(&self, deadline: Instant) -> Result<()> {
         for (done, device) in self.devices.iter().enumerate() {
             let paused = lock(device).pause(deadline);
@@ -240,35 +155,26 @@ impl Board {
                 for device in self.devices.iter().take(done) {
                     let _ = lock(device).resume();
                 }
-                return Err(Error::Host("a device does not stop", error));
+                return Err(Error::Host("a device does not pause", error));
             }
         }
         Ok(())
     }
 
-    /// Lets all devices go on.
-    ///
-    /// # Errors
-    /// Those of devices.
+    /// Resumes all devices.
     pub fn resume(&self) -> Result<()> {
         for device in &self.devices {
-            lock(device).resume().map_err(Error::host("a device does not go on"))?;
+            lock(device).resume().map_err(Error::host("a device does not resume"))?;
         }
         Ok(())
     }
 
-    /// The state of each.
-    ///
-    /// # Errors
-    /// Those of devices.
+    /// Saves the state of each device.
     pub fn save(&self) -> Result<Vec<State>> {
         self.devices.iter().map(|device| Ok(lock(device).save()?)).collect()
     }
 
-    /// Puts the state of each into devices that are as new.
-    ///
-    /// # Errors
-    /// If there are too few or too many, and those of devices.
+    /// Restores the state of each device. All of them must be new.
     pub fn restore(&self, states: &[State]) -> Result<()> {
         if states.len() != self.devices.len() {
             let text =
@@ -281,16 +187,13 @@ impl Board {
         Ok(())
     }
 
-    /// How many disks there are, the root disk included.
+    /// Number of disks, the root disk included.
     #[must_use]
     pub fn disks(&self) -> usize {
         self.disks.len()
     }
 
-    /// A disk by its number: 0 is the root disk.
-    ///
-    /// # Errors
-    /// If there is none.
+    /// Calls `what` with the disk of this number. Disk 0 is the root disk.
     pub fn with_disk<T>(&self, number: usize, what: impl FnOnce(&mut Disk) -> T) -> Result<T> {
         let disk = self.disks.get(number);
         let disk = disk.ok_or_else(|| Error::Invalid(format!("the machine has no disk {number}")))?;
@@ -298,13 +201,10 @@ impl Board {
     }
 }
 
-/// How many devices with a window a machine has.
-///
-/// # Errors
-/// If there is no room for so many disks.
-pub fn windows(devices: &Devices) -> Result<usize> {
+/// Number of MMIO devices of a machine with these devices.
+pub fn mmio_devices(devices: &Devices) -> Result<usize> {
     match devices.disks.len() {
-        count @ 0..=MAX_DISKS => Ok(WINDOWS + count),
+        count @ 0..=MAX_DISKS => Ok(MMIO_DEVICES + count),
         count => Err(Error::Invalid(format!(
             "a machine has at most {MAX_DISKS} disks besides its root disk, not {count}"
         ))),
@@ -315,25 +215,25 @@ fn shared<D>(device: D) -> Arc<Mutex<D>> {
     Arc::new(Mutex::new(device))
 }
 
-/// Puts a device on its transport, and its queues' notifications on events instead of exits.
+/// Puts a device on its transport. Queue notifications signal events instead of causing exits.
 fn virtio<D: VirtioDevice + 'static>(
     vm: &Vm,
     number: usize,
     device: D,
-) -> Result<(Arc<Mutex<Mmio<D>>>, Window)> {
-    let Place { window, gsi } = layout::place(number).ok_or(Error::Invalid("too many devices".into()))?;
+) -> Result<(Arc<Mutex<Mmio<D>>>, MmioDevice)> {
+    let MmioWindow { base, gsi } =
+        layout::mmio_window(number).ok_or(Error::Invalid("too many devices".into()))?;
     let line = Box::new(Line { vm: vm.clone(), gsi });
     let device = Mmio::new(device, vm.ram().memory().clone(), line);
     let device = device.map_err(Error::host("making a device"))?;
     for (queue, event) in (0..).zip(device.queue_events()) {
-        vm.notify(event.as_fd(), window + NOTIFY, queue)?;
+        vm.notify(event.as_fd(), base + NOTIFY, queue)?;
     }
     let interrupt = device.interrupt_status();
     let device = shared(device);
-    Ok((device.clone(), Window { device, interrupt }))
+    Ok((device.clone(), MmioDevice { device, interrupt }))
 }
 
-/// An interrupt line of the machine.
 struct Line {
     vm: Vm,
     gsi: u32,
@@ -345,41 +245,40 @@ impl Interrupt for Line {
     }
 }
 
-/// Gives memory back to the host.
-struct Give(GuestRam);
+/// Guest memory that the balloon gives back to the host.
+struct Ram(GuestRam);
 
-impl Discard for Give {
+impl Discard for Ram {
     fn discard(&self, start: GuestAddress, bytes: u64) -> io::Result<()> {
         self.0.discard(start.0, bytes).map(|_| ())
     }
 }
 
-/// A window of a device.
-struct Window {
+struct MmioDevice {
     device: Shared,
-    /// Served without the device's lock: an interrupt handler must not wait for I/O of the event loop.
+    /// Served without the lock of the device: an interrupt handler must not wait for I/O of the event loop.
     interrupt: Arc<InterruptStatus>,
 }
 
-/// Ports of a device.
+/// I/O ports of a device.
 struct Ports {
     first: u16,
     last: u16,
-    /// Of the first, among the device's registers.
+    /// Offset of the first port in the registers of the device.
     offset: u64,
     device: Shared,
 }
 
-/// Who serves an access. What belongs to nobody reads as ones, as on a real bus, and takes any write.
+/// Finds the device of an access. As on a real bus, other addresses read as ones and ignore writes.
 pub struct Bus {
-    windows: Vec<Window>,
+    windows: Vec<MmioDevice>,
     ports: Vec<Ports>,
 }
 
 impl Bus {
-    fn at_address(&self, address: u64, len: usize) -> Option<(&Window, u64)> {
+    fn at_address(&self, address: u64, len: usize) -> Option<(&MmioDevice, u64)> {
         let (device, offset) = layout::device_at(address)?;
-        // An access that reaches into the next window belongs to nobody.
+        // An access that reaches into the next window has no device.
         let inside = offset + len as u64 <= layout::WINDOW;
         self.windows.get(device).filter(|_| inside).map(|device| (device, offset))
     }
@@ -424,7 +323,7 @@ impl keiki_hv::Bus for Bus {
     }
 }
 
-/// A guard whatever happened to its last holder: a panic ends the process.
+/// Ignores poisoning: a panic ends the process.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
