@@ -1,21 +1,20 @@
-//! Why the node refused or failed: one sentence for the client, an HTTP status, and the causes for the log.
+//! Why the node refused or failed: a sentence for the client, an HTTP status, and causes for the log.
 
 use std::time::Duration;
 
-/// Result of the node.
+/// The result of a call of the API.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What the API answers with. `Display` is the sentence the client reads; [`Error::Internal`] keeps its causes
-/// for the log.
+/// `Display` is the sentence for the client; [`Error::Internal`] keeps its causes for the log.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// 400: the request is wrong; the sentence names the field.
+    /// 400: the request is invalid; the sentence names the field.
     #[error("{0}")]
     Invalid(String),
     /// 401.
     #[error("missing or wrong API key: send `Authorization: Bearer <key>`")]
     Unauthorized,
-    /// 403: the key may be right, but the request comes from where it must not.
+    /// 403: the request comes from a web page that must not send it.
     #[error("{0}")]
     Forbidden(String),
     /// 404.
@@ -24,7 +23,7 @@ pub enum Error {
     /// 409: the state does not allow it.
     #[error("{0}")]
     Conflict(String),
-    /// 409: its machine has ended by itself.
+    /// 409: its machine has failed.
     #[error("{what}")]
     Failed {
         /// One sentence.
@@ -32,16 +31,16 @@ pub enum Error {
         /// The end of the guest's console.
         console: Option<String>,
     },
-    /// 408: the request's body does not come.
+    /// 408: the request's body stopped arriving.
     #[error("{0}")]
     Slow(String),
     /// 413.
     #[error("{0}")]
     TooLarge(String),
-    /// 422: the `Idempotency-Key` is another request's.
+    /// 422: the `Idempotency-Key` belongs to another request.
     #[error("{0}")]
     KeyTaken(String),
-    /// 502: the sandbox is there, but nothing answers in it where it was asked.
+    /// 502: nothing in the sandbox answers on that port.
     #[error("{0}")]
     Unreachable(String),
     /// 503 with `Retry-After`: nothing was made, try again.
@@ -49,13 +48,13 @@ pub enum Error {
     Busy {
         /// One sentence.
         why: String,
-        /// When to try again.
+        /// How long to wait.
         retry_after: Duration,
     },
     /// 504: the command or the guest took too long.
     #[error("{0}")]
     Timeout(String),
-    /// 507: not enough RAM or disk for the whole request; nothing was made.
+    /// 507: not enough memory or disk for the whole request; nothing was made.
     #[error("{0}")]
     NoRoom(String),
     /// 500.
@@ -63,9 +62,9 @@ pub enum Error {
     Internal {
         /// One sentence.
         what: String,
-        /// The end of the guest's console, where that tells more.
+        /// The end of the guest's console, if it helps.
         console: Option<String>,
-        /// What led to it.
+        /// What caused it.
         #[source]
         cause: anyhow::Error,
     },

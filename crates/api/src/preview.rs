@@ -1,8 +1,8 @@
-//! Who may look at which port of which sandbox: the domain of previews, and the seal on links to them.
+//! Previews: their host names, and the passes of links to them.
 //!
-//! A link is for people: a browser sends no key. So it carries a *pass*, which says until when it is good and is sealed
-//! by a secret of this node, together with the sandbox and port that it is for. It opens that one port and nothing
-//! of the API. Nothing is recorded for it, so it cannot be called back before its time: keep times short.
+//! A browser sends no key, so a link carries a *pass*: its expiry, sealed together with the sandbox and the port by a secret
+//! of this node. A pass opens one port and nothing of the API. It is not recorded, so it cannot be revoked before it
+//! expires: keep its lifetime short.
 
 use crate::{Error, Result, Secret};
 use keiki_types::SandboxId;
@@ -11,7 +11,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// A name in the domain has this before it: `65535-`, an id and a dot. A whole name has 253 characters.
+/// A host name has at most 253 characters; before the suffix come `65535-`, an id and a dot.
 const LONGEST_SUFFIX: usize = 253 - 6 - 36 - 1;
 
 /// The previews of a node. Cheap to clone.
@@ -26,7 +26,7 @@ struct Inner {
     open: bool,
 }
 
-/// Which port of which sandbox.
+/// A port of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target {
     /// The sandbox.
@@ -45,7 +45,7 @@ impl Previews {
         Ok(Self { inner: Arc::new(Inner { suffix, secret, open }) })
     }
 
-    /// Nobody is asked for a key.
+    /// Does this node ask for no key?
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.inner.open
@@ -57,26 +57,26 @@ impl Previews {
         format!("{}-{}.{}", target.port, target.id, self.inner.suffix)
     }
 
-    /// The preview that a host name means, if it is one: `PORT-ID.SUFFIX`, without a port behind it.
+    /// The preview of a host name `PORT-ID.SUFFIX`; None for any other.
     #[must_use]
     pub fn named(&self, host: &str) -> Option<Target> {
         let host = host.to_ascii_lowercase();
         let label = host.strip_suffix(&self.inner.suffix)?.strip_suffix('.')?;
         let (port, id) = label.split_once('-')?;
-        // One spelling: another would be another origin to a browser.
+        // One spelling only: to a browser, another is another origin.
         let port = port.parse().ok().filter(|number: &u16| *number > 0 && number.to_string() == port)?;
         let id = id.parse::<SandboxId>().ok().filter(|known| known.to_string() == id)?;
         Some(Target { id, port })
     }
 
-    /// A pass for a preview, good until then.
+    /// A pass for a preview.
     #[must_use]
     pub fn pass(&self, target: Target, until: SystemTime) -> String {
         let until = until.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         format!("{until}.{}", self.seal(target, until).to_hex())
     }
 
-    /// How long a pass is still good for this preview; None if it is not.
+    /// How long a pass is still valid for this preview; None if it is not.
     #[must_use]
     pub fn admits(&self, target: Target, pass: &str) -> Option<Duration> {
         let (until, seal) = pass.split_once('.')?;
@@ -104,9 +104,7 @@ fn checked(suffix: &str) -> Result<String> {
     if suffix.len() <= LONGEST_SUFFIX && suffix.split('.').all(is_label) {
         return Ok(suffix);
     }
-    Err(Error::Invalid(format!(
-        "preview suffix {suffix:?} is no domain name: it must be like preview.example.com"
-    )))
+    Err(Error::Invalid(format!("preview suffix {suffix:?} is not a domain name such as preview.example.com")))
 }
 
 #[cfg(test)]

@@ -1,30 +1,25 @@
-//! What callers may ask for, checked before anything is made. Every refusal names the field.
+//! Checks of requests, before anything is made. Every error names the field.
 
 use crate::{Error, Result};
 use base64::Engine as _;
 use bytes::Bytes;
 use keiki_types::api::{
-    BuildTemplate, CreateSandbox, ExecRequest,
+    BuildTemplate, CreateSandbox, ExecRequest, MAX_FORK,
     execs::{PtySize, Signal},
 };
 use std::collections::BTreeMap;
 
-/// TTL of a sandbox that names none, in seconds.
+/// Default TTL in seconds.
 pub const DEFAULT_TTL: u64 = 3600;
 /// Longest TTL: ten years.
 const MAX_TTL: u64 = 10 * 365 * 24 * 3600;
-/// Most children of one fork.
-pub const MAX_FORK: usize = 64;
-/// Linux takes no longer argument of a program (`MAX_ARG_STRLEN`, its end included).
+/// Longest argument of a program in Linux (`MAX_ARG_STRLEN`, its terminator included).
 const LONGEST_ARGUMENT: usize = (128 << 10) - 1;
 const MAX_METADATA: usize = 64;
 const MAX_METADATA_KEY: usize = 256;
 const MAX_METADATA_VALUE: usize = 4096;
 
-/// A TTL, or the default.
-///
-/// # Errors
-/// 400 if it is not at least a second or too long.
+/// The TTL in seconds.
 pub fn ttl(asked: Option<i64>, default: u64) -> Result<u64> {
     let Some(asked) = asked else { return Ok(default) };
     match u64::try_from(asked) {
@@ -33,21 +28,14 @@ pub fn ttl(asked: Option<i64>, default: u64) -> Result<u64> {
     }
 }
 
-/// How many children.
-///
-/// # Errors
-/// 400 if it is out of range.
+/// The number of children.
 pub fn fork_count(asked: Option<i64>) -> Result<usize> {
-    match usize::try_from(asked.unwrap_or(1)) {
-        Ok(count @ 1..=MAX_FORK) => Ok(count),
-        _ => Err(Error::Invalid(format!("count must be from 1 to {MAX_FORK}, not {}", asked.unwrap_or(1)))),
-    }
+    let count = asked.unwrap_or(1);
+    let fits = usize::try_from(count).ok().filter(|_| (1..=MAX_FORK).contains(&count));
+    fits.ok_or_else(|| Error::Invalid(format!("count must be from 1 to {MAX_FORK}, not {count}")))
 }
 
-/// Labels within bounds.
-///
-/// # Errors
-/// 400 if there are too many or one is too long.
+/// Bounds of labels.
 pub fn metadata(labels: BTreeMap<String, String>) -> Result<BTreeMap<String, String>> {
     if labels.len() > MAX_METADATA {
         return Err(Error::Invalid(format!(
@@ -66,12 +54,9 @@ pub fn metadata(labels: BTreeMap<String, String>) -> Result<BTreeMap<String, Str
     Ok(labels)
 }
 
-/// The asked-for shape is the baked one, or the error says how to get another.
-///
-/// # Errors
-/// 400 if it is not.
+/// The requested shape must be the baked one; the error says how to get another.
 pub fn shape(request: &CreateSandbox, name: &str, baked: keiki_types::Shape) -> Result<()> {
-    // Shapes that cannot be built either must not be told how.
+    // No advice for a shape that cannot be built.
     let wanted = BuildTemplate {
         cpu: request.cpu,
         memory_mb: request.memory_mb,
@@ -92,10 +77,7 @@ pub fn shape(request: &CreateSandbox, name: &str, baked: keiki_types::Shape) -> 
     )))
 }
 
-/// A template's wanted shape.
-///
-/// # Errors
-/// 400 if it is out of range.
+/// The shape of a template to build.
 pub fn build_shape(request: &BuildTemplate, default: keiki_types::Shape) -> Result<keiki_types::Shape> {
     let within = |field: &str, asked: Option<u64>, default: u64, range: std::ops::RangeInclusive<u64>| {
         let value = asked.unwrap_or(default);
@@ -116,14 +98,11 @@ pub fn build_shape(request: &BuildTemplate, default: keiki_types::Shape) -> Resu
     })
 }
 
-/// What a create asks for besides its shape: TTL and labels.
-///
-/// # Errors
-/// 400 if they are out of bounds, or if it asks for what this node has nothing of.
+/// TTL and labels of a new sandbox.
 pub fn create(request: &CreateSandbox) -> Result<(u64, BTreeMap<String, String>)> {
     if !request.volumes.is_empty() {
         return Err(Error::Invalid(
-            "volumes: this node has none; keep files in the sandbox, or in a snapshot of it".into(),
+            "volumes: this node has no volumes; keep files in the sandbox or in a snapshot of it".into(),
         ));
     }
     Ok((ttl(request.ttl_seconds, DEFAULT_TTL)?, metadata(request.metadata.clone().unwrap_or_default())?))
@@ -138,10 +117,7 @@ pub enum Command {
     Argv(Vec<String>),
 }
 
-/// The command of an exec.
-///
-/// # Errors
-/// 400 unless exactly one of `cmd` and `argv` is given and runnable.
+/// The command of an exec: exactly one of `cmd` and `argv`.
 pub fn command(request: &ExecRequest) -> Result<Command> {
     let command = match (&request.cmd, &request.argv) {
         (Some(cmd), None) if !cmd.is_empty() => Command::Shell(cmd.clone()),
@@ -163,7 +139,7 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
     };
     if longest > LONGEST_ARGUMENT {
         return Err(Error::TooLarge(format!(
-            "cmd and each of argv must have at most {LONGEST_ARGUMENT} bytes, not {longest}: write a file and run that"
+            "cmd and each of argv must have at most {LONGEST_ARGUMENT} bytes, not {longest}: write a file and run it"
         )));
     }
     let nul = |text: &String| text.contains('\0');
@@ -174,20 +150,17 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
         ("user", request.user.as_ref().is_some_and(nul)),
     ];
     if let Some((field, _)) = fields.iter().find(|(_, has_nul)| *has_nul) {
-        return Err(Error::Invalid(format!("{field} contains a NUL byte, which nothing in Linux may")));
+        return Err(Error::Invalid(format!("{field} must not contain a NUL byte")));
     }
     for (name, value) in &request.env {
         if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            return Err(Error::Invalid(format!("env: {name:?} is no usable variable")));
+            return Err(Error::Invalid(format!("env: {name:?} is not a valid environment variable")));
         }
     }
     Ok(command)
 }
 
-/// What a command reads: None if it gets no input.
-///
-/// # Errors
-/// 400 if it is given twice, or is no base64.
+/// The input of a command; None if it has none.
 pub fn stdin(request: &ExecRequest) -> Result<Option<Bytes>> {
     match (&request.stdin, &request.stdin_base64) {
         (Some(_), Some(_)) => Err(Error::Invalid("give stdin or stdin_base64, not both".into())),
@@ -201,9 +174,6 @@ pub fn stdin(request: &ExecRequest) -> Result<Option<Bytes>> {
 }
 
 /// The size of a terminal.
-///
-/// # Errors
-/// 400 if a side is out of range.
 pub fn terminal(cols: u32, rows: u32) -> Result<PtySize> {
     for (name, value) in [("cols", cols), ("rows", rows)] {
         if !(1..=1000).contains(&value) {
@@ -213,7 +183,7 @@ pub fn terminal(cols: u32, rows: u32) -> Result<PtySize> {
     Ok(PtySize { cols, rows })
 }
 
-/// Names of signals, by their numbers from 1.
+/// Names of signals by number, from 1.
 const SIGNALS: [&str; 31] = [
     "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
     "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
@@ -221,9 +191,6 @@ const SIGNALS: [&str; 31] = [
 ];
 
 /// The number of a signal.
-///
-/// # Errors
-/// 400 if there is none such.
 pub fn signal(signal: &Signal) -> Result<i32> {
     let number = match signal {
         Signal::Number(number) => i32::try_from(*number).ok().filter(|number| (1..=64).contains(number)),
@@ -244,9 +211,6 @@ pub fn signal(signal: &Signal) -> Result<i32> {
 }
 
 /// The time limit of an exec in ms, 0 for none.
-///
-/// # Errors
-/// 400 if it is not a positive number.
 pub fn timeout_ms(seconds: Option<f64>) -> Result<u64> {
     const LONGEST: f64 = 10.0 * 365.0 * 86_400.0;
     match seconds {
@@ -337,10 +301,10 @@ mod tests {
             (r#"{"cmd":"x","stdin_base64":"?"}"#, "stdin_base64 is not base64"),
             (r#"{"cmd":"x","env":{"":"x"}}"#, "env"),
             (r#"{"cmd":"x","env":{"A=B":"x"}}"#, "env"),
-            (r#"{"cmd":"a\u0000b"}"#, "cmd contains a NUL"),
-            (r#"{"argv":["a","\u0000"]}"#, "argv contains a NUL"),
-            (r#"{"cmd":"x","cwd":"\u0000"}"#, "cwd contains a NUL"),
-            (r#"{"cmd":"x","user":"\u0000"}"#, "user contains a NUL"),
+            (r#"{"cmd":"a\u0000b"}"#, "cmd must not contain a NUL"),
+            (r#"{"argv":["a","\u0000"]}"#, "argv must not contain a NUL"),
+            (r#"{"cmd":"x","cwd":"\u0000"}"#, "cwd must not contain a NUL"),
+            (r#"{"cmd":"x","user":"\u0000"}"#, "user must not contain a NUL"),
         ] {
             assert!(of(bad).contains(named), "{bad}: {}", of(bad));
         }

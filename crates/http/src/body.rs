@@ -1,4 +1,4 @@
-//! Bodies that do something beside: hold a thing as long as they are sent, say when they last moved.
+//! Bodies that also do something else: hold a value while they are sent, or tell when they last moved.
 
 use axum::body::{Body, Bytes, HttpBody};
 use http_body::{Frame, SizeHint};
@@ -8,13 +8,13 @@ use std::{
 };
 use tokio::{sync::watch, time::Instant};
 
-/// A body, and what is done whenever it has moved.
+/// A body, and a function to call whenever it has moved.
 struct Beside<F> {
     body: Body,
     moved: F,
 }
 
-/// The same body; `held` is dropped with it, when it was sent or given up.
+/// The same body; `held` is dropped with it.
 pub(super) fn holding<T: Send + Unpin + 'static>(body: Body, held: T) -> Body {
     let moved = move || {
         let _held = &held;
@@ -22,7 +22,7 @@ pub(super) fn holding<T: Send + Unpin + 'static>(body: Body, held: T) -> Body {
     Body::new(Beside { body, moved })
 }
 
-/// The same body, and when it last moved; it has moved at its end for the last time.
+/// The same body, and when it last moved; its end is its last move.
 pub(super) fn watched(body: Body) -> (Body, watch::Receiver<Instant>) {
     let (last, seen) = watch::channel(Instant::now());
     let moved = move || {

@@ -7,7 +7,7 @@ use utoipa::{
     openapi::security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityScheme},
 };
 
-/// What no route says of itself: title, keys, and the proxy, whose routes are not those of the document.
+/// The document without routes, except the proxy, which the router serves under other paths.
 pub(super) fn base() -> utoipa::openapi::OpenApi {
     Document::openapi()
 }
@@ -17,7 +17,7 @@ pub(super) fn base() -> utoipa::openapi::OpenApi {
     info(
         title = "Keiki",
         description = "fork() for whole machines. Every failure is `{\"error\": \"<one sentence>\"}`. Every answer has \
-                       `X-Request-Id`: the caller's where it was 1 to 200 graphic ASCII characters, else a new one."
+                       `X-Request-Id`: the caller's if it was 1 to 200 graphic ASCII characters, otherwise a new one."
     ),
     paths(proxy::by_path),
     components(schemas(ErrorBody)),

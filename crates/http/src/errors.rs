@@ -1,7 +1,7 @@
-//! Errors as answers: one envelope for all, `{"error": "<plain sentence>"}`.
+//! Errors as answers, in one envelope: `{"error": "<plain sentence>"}`.
 //!
-//! The client reads the sentence; the causes of an internal error go to the log, once, here. Refusals that axum
-//! makes by itself (unknown method, failed upgrade) are put into the same envelope by [`enveloped`].
+//! The client reads the sentence; the causes of an internal error go to the log, once, here. [`enveloped`] puts the
+//! refusals of axum (unknown method, failed upgrade) into the same envelope.
 
 use axum::{
     Json,
@@ -16,10 +16,10 @@ use keiki_types::api::ErrorBody;
 #[derive(Debug, Clone)]
 pub(super) struct Sentence(pub String);
 
-/// Longest refusal of a library that is repeated to the client.
+/// Longest message of a library that is passed on to the client.
 const LONGEST_FOREIGN: usize = 4096;
 
-/// Characters of a caller's word that a sentence repeats.
+/// Characters of a caller's text that a sentence repeats.
 const SHOWN: usize = 120;
 
 pub(super) fn status(error: &Error) -> StatusCode {
@@ -99,7 +99,7 @@ fn answer_with(status: StatusCode, sentence: String, console: Option<String>) ->
     response
 }
 
-/// A caller's word as a sentence repeats it: its beginning.
+/// A caller's text as a sentence repeats it: its beginning.
 pub(super) fn shown(word: &str) -> String {
     match word.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}...", &word[..end]),
@@ -107,7 +107,7 @@ pub(super) fn shown(word: &str) -> String {
     }
 }
 
-/// Puts an answer that is a failure without our envelope into it, keeping its status and headers.
+/// Puts a failure into the envelope if it is not in it yet, keeping its status and headers.
 pub(super) async fn enveloped(response: Response, method: &Method, path: &str) -> Response {
     let failed = response.status().is_client_error() || response.status().is_server_error();
     if !failed || response.extensions().get::<Sentence>().is_some() {
@@ -119,7 +119,9 @@ pub(super) async fn enveloped(response: Response, method: &Method, path: &str) -
     let sentence = match parts.status {
         StatusCode::NOT_FOUND => format!("no such route: {method} {path}"),
         // axum adds `Allow` after this.
-        StatusCode::METHOD_NOT_ALLOWED => format!("{path} has no {method}; `Allow` lists what it has"),
+        StatusCode::METHOD_NOT_ALLOWED => {
+            format!("{path} does not support {method}; `Allow` lists the methods it supports")
+        }
         status if text.is_empty() => status.canonical_reason().unwrap_or("failed").to_lowercase(),
         _ => String::from_utf8_lossy(&text).into_owned(),
     };

@@ -1,4 +1,4 @@
-//! Requests into typed values. Every refusal is an [`Error`], so it has our envelope and names what is wrong.
+//! Requests into typed values. Every refusal is an [`Error`], so it comes in the envelope and names what is wrong.
 
 use crate::errors::{Answer, Failure, shown};
 use axum::{
@@ -10,16 +10,17 @@ use bytes::Bytes;
 use futures::StreamExt;
 use keiki_api::{Error, Result};
 use keiki_types::{SandboxId, SnapshotId, TemplateName};
+use percent_encoding::percent_decode_str;
 use serde::{Deserialize, Deserializer, de::DeserializeOwned};
 use std::time::Duration;
 
-/// Cap of an ordinary JSON body.
+/// Largest ordinary JSON body.
 pub(super) const SMALL: usize = 1 << 20;
-/// Cap of a JSON body that carries a command's standard input.
+/// Largest JSON body with a command's standard input.
 pub(super) const LARGE: usize = 64 << 20;
-/// How long a client may stop in the middle of a body.
+/// How long a client may pause in the middle of a body.
 pub(super) const BODY_IDLE: Duration = Duration::from_secs(60);
-/// How long a body may take that is read whole before anything begins.
+/// How long a body may take that is read before anything starts.
 const BODY_WHOLE: Duration = Duration::from_secs(300);
 
 /// Extractors of one path parameter.
@@ -40,7 +41,7 @@ macro_rules! from_path {
 }
 
 from_path! {
-    /// A sandbox. A text that is not an id names none: 404.
+/// A sandbox. A text that is not an id is 404.
     SandboxPath(SandboxId) = "id", sandbox_id;
     /// A port.
     PortPath(u16) = "port", port;
@@ -54,7 +55,7 @@ from_path! {
     BuildPath(String) = "id", build;
 }
 
-/// Reads a sandbox's id; none has a name that is not an id.
+/// Reads a sandbox id; 404 for a text that is not one.
 pub(super) fn sandbox_id(text: &str) -> Result<SandboxId> {
     text.parse().map_err(|_| missing("sandbox", text))
 }
@@ -77,7 +78,7 @@ fn build(text: &str) -> Result<String> {
     if text.len() <= 64 { Ok(text.into()) } else { Err(missing("build", text)) }
 }
 
-/// 404 for a name that cannot be one.
+/// 404 for a text that cannot be a name.
 fn missing(what: &str, name: &str) -> Error {
     Error::NotFound(format!("no {what} {}", shown(name)))
 }
@@ -90,14 +91,14 @@ async fn param<S: Send + Sync>(parts: &mut Parts, state: &S, name: &str) -> Resu
     found.ok_or_else(|| Error::NotFound("no such route".into()))
 }
 
-/// The query, typed. `+` is a space; an unknown parameter is ignored.
+/// The typed query. `+` is a space; unknown parameters are ignored.
 pub(super) struct Query<T>(pub T);
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
     type Rejection = Failure;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Answer<Self> {
-        // The decoder below replaces what is not UTF-8, and the path of a file would silently be another's.
+        // The decoder below replaces what is not UTF-8, which would silently turn one file's path into another's.
         if !decodes_to_utf8(parts.uri.query().unwrap_or_default()) {
             return Err(Error::Invalid("the query is not UTF-8".into()).into());
         }
@@ -110,23 +111,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
 }
 
 fn decodes_to_utf8(query: &str) -> bool {
-    let hex = |byte: Option<&u8>| byte.and_then(|byte| char::from(*byte).to_digit(16));
-    let (bytes, mut plain) = (query.as_bytes(), Vec::with_capacity(query.len()));
-    let mut at = 0;
-    while let Some(byte) = bytes.get(at) {
-        let pair = (hex(bytes.get(at + 1)), hex(bytes.get(at + 2)));
-        if let (b'%', (Some(high), Some(low))) = (byte, pair) {
-            plain.extend(u8::try_from(high * 16 + low));
-            at += 3;
-        } else {
-            plain.push(*byte);
-            at += 1;
-        }
-    }
-    std::str::from_utf8(&plain).is_ok()
+    percent_decode_str(query).decode_utf8().is_ok()
 }
 
-/// A yes or no in a query: `true`, `1`, `yes` or nothing after the name mean yes.
+/// A flag in a query: `true`, `1`, `yes` or no value mean true.
 pub(super) fn flag<'de, D: Deserializer<'de>>(from: D) -> Result<bool, D::Error> {
     let word = String::deserialize(from)?;
     match word.to_ascii_lowercase().as_str() {
@@ -136,8 +124,8 @@ pub(super) fn flag<'de, D: Deserializer<'de>>(from: D) -> Result<bool, D::Error>
     }
 }
 
-/// A JSON body of at most `CAP` bytes. No `Content-Type` is asked for, and no body is an empty object, because
-/// clients send neither where every field is optional.
+/// A JSON body of at most `CAP` bytes. It needs no `Content-Type`, and a missing body is an empty object, because clients
+/// send neither where every field is optional.
 pub(super) struct Json<T, const CAP: usize = SMALL>(pub T);
 
 impl<T: DeserializeOwned, S: Send + Sync, const CAP: usize> FromRequest<S> for Json<T, CAP> {
@@ -149,7 +137,7 @@ impl<T: DeserializeOwned, S: Send + Sync, const CAP: usize> FromRequest<S> for J
     }
 }
 
-/// Reads a body whole.
+/// Reads a whole body.
 pub(super) async fn read(headers: &HeaderMap, body: Body, cap: usize) -> Result<Vec<u8>> {
     let slow =
         |_| Err(Error::Slow(format!("the request body did not come within {} s", BODY_WHOLE.as_secs())));
@@ -172,11 +160,12 @@ async fn read_patiently(headers: &HeaderMap, body: Body, cap: usize) -> Result<V
     Ok(whole)
 }
 
-/// The next piece of a body, which must not take for ever.
+/// The next piece of a body, with a time limit.
 pub(super) async fn next_chunk(body: &mut BodyDataStream) -> Option<Result<Bytes>> {
     match tokio::time::timeout(BODY_IDLE, body.next()).await {
-        Ok(chunk) => chunk
-            .map(|chunk| chunk.map_err(|_| Error::Invalid("the request body ended before its end".into()))),
+        Ok(chunk) => {
+            chunk.map(|chunk| chunk.map_err(|_| Error::Invalid("the request body ended early".into())))
+        }
         Err(_) => {
             Some(Err(Error::Slow(format!("the request body stopped arriving for {} s", BODY_IDLE.as_secs()))))
         }
@@ -187,7 +176,7 @@ pub(super) fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// Parses a body; the refusal says where and which field.
+/// Parses a body; an error names the field or the position.
 pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let body = match body.trim_ascii() {
         [] => b"{}".as_slice(),

@@ -24,11 +24,11 @@ pub(super) async fn authorize(State(app): State<App>, request: Request, next: Ne
 
 fn allowed(app: &App, parts: &Parts) -> Result<()> {
     app.api.authorize(key(parts).as_deref())?;
-    // A node that asks for no key trusts whoever reaches loopback. Pages in a browser on this machine do too,
-    // so they are told apart by what a browser cannot leave out.
+    // A node without keys trusts every program that reaches loopback. So do web pages in a browser on this machine; they
+    // are told apart by headers that a browser always sends.
     if app.api.authorize(None).is_ok() && !local(&parts.headers) {
         return Err(Error::Forbidden(
-            "without API keys this node answers only local programs: the Host must be localhost or an address, \
+            "this node has no API keys and answers only local programs: the Host must be localhost or an IP address, \
              and a browser page of another origin may not call it"
                 .into(),
         ));
@@ -36,8 +36,8 @@ fn allowed(app: &App, parts: &Parts) -> Result<()> {
     Ok(())
 }
 
-/// The key: `Authorization: Bearer`, else `X-API-Key`, else (for what a browser opens without headers: event
-/// streams and WebSockets) `?access_token=`.
+/// The key: `Authorization: Bearer`, then `X-API-Key`, then, for event streams and WebSockets, which a browser opens
+/// without headers, `?access_token=`.
 pub(super) fn key(parts: &Parts) -> Option<String> {
     let headers = &parts.headers;
     let bare = || {
@@ -51,7 +51,7 @@ pub(super) fn key(parts: &Parts) -> Option<String> {
     bearer.or(plain).or_else(bare)
 }
 
-/// The key in one of the headers that carry one.
+/// The key in one of the two headers.
 pub(super) fn header_key(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
     let text = headers.get(name)?.to_str().ok()?;
     if *name == API_KEY {
@@ -67,7 +67,7 @@ pub(super) fn pairs(query: &str) -> Option<Vec<(String, String)>> {
     axum::extract::Query::try_from_uri(&uri).ok().map(|pairs| pairs.0)
 }
 
-/// Is this request addressed to this machine itself, and not sent by a page of somewhere else?
+/// Is this request addressed to this machine and not caused by a web page of another origin?
 fn local(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).map(|value: &HeaderValue| value.to_str().unwrap_or(""));
     let host = text(header::HOST);

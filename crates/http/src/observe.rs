@@ -1,4 +1,4 @@
-//! What happens around every request: its id and its log line.
+//! Around every request: its id, its log line, its count.
 
 use super::{App, errors, proxy};
 use crate::metrics::Metrics;
@@ -18,7 +18,7 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Status logged for a request whose client left before the answer.
 const CLIENT_LEFT: u16 = 499;
 
-/// Gives the request its id, answers every failure in the envelope, and logs one line.
+/// Gives the request its id, puts every failure into the envelope, and logs one line.
 pub(super) async fn observe(State(app): State<App>, request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let path = request.uri().path().to_owned();
@@ -52,7 +52,7 @@ pub(super) async fn observe(State(app): State<App>, request: Request, next: Next
     response
 }
 
-/// The line of one request; written when it is dropped, so also when the client leaves first.
+/// The log line of one request; written when it is dropped, so also when the client leaves first.
 struct Line {
     id: String,
     method: Method,
@@ -81,7 +81,7 @@ impl Drop for Line {
     }
 }
 
-/// The caller's id where it is fit for a log, else a new one.
+/// The caller's request id if it is fit for a log, otherwise a new one.
 fn request_id(headers: &HeaderMap) -> String {
     headers
         .get(REQUEST_ID)

@@ -6,10 +6,10 @@ use utoipa::{
     openapi::{Content, HeaderBuilder, ObjectBuilder, Ref, RefOr, Response, ResponseBuilder, Type},
 };
 
-/// Failures that routes share, named so that each route lists its own.
+/// Groups of failures; each route lists its own.
 macro_rules! failures {
     ($($(#[$doc:meta])* $name:ident { $($status:literal: $text:literal),* })*) => {
-        $($(#[$doc])* pub(super) struct $name;
+        $($(#[$doc])* pub(crate) struct $name;
 
         impl IntoResponses for $name {
             fn responses() -> BTreeMap<String, RefOr<Response>> {
@@ -20,31 +20,31 @@ macro_rules! failures {
 }
 
 failures! {
-    /// Any route with a key.
-    Any { 401: "Missing or wrong API key", 403: "A page of another origin, at a node without keys", 500: "The node failed" }
-    /// A route that reads a query.
-    Asked { 400: "A parameter is wrong; the sentence names it" }
-    /// A route that reads a body.
-    Told { 400: "A field is wrong; the sentence names it", 408: "The body stopped arriving", 413: "The body is too large" }
-    /// A route that names something.
-    Named { 404: "There is no such thing" }
-    /// A route that wants a state.
-    Stateful { 409: "The state does not allow it" }
-    /// A route whose requests may have a name.
-    Keyed { 400: "A field, or the Idempotency-Key, is wrong; the sentence names it", 422: "The Idempotency-Key was used for another request" }
-    /// A route that moves a machine from state to state.
-    Mover { 409: "The state does not allow it", 504: "The machine took too long" }
-    /// A route that may be told to come back.
-    Later { 503: "Nothing was done; try again after `Retry-After` seconds" }
-    /// A route that reaches into a guest, waking it where it sleeps.
-    Guest {
-        409: "The sandbox is not running and does not wake by itself",
+    /// Of any route with a key.
+    AuthErrors { 401: "Missing or wrong API key", 403: "A web page of another origin called a node without keys", 500: "The node failed" }
+    /// Of a route that reads a query.
+    QueryErrors { 400: "A parameter is invalid; the message names it" }
+    /// Of a route that reads a body.
+    BodyErrors { 400: "A field is invalid; the message names it", 408: "The body stopped arriving", 413: "The body is too large" }
+    /// Of a route that names something.
+    NotFound { 404: "Not found" }
+    /// Of a route that requires a state.
+    Conflict { 409: "The current state does not allow this" }
+    /// Of a route that takes an `Idempotency-Key`.
+    IdempotencyErrors { 400: "A field or the Idempotency-Key is invalid; the message names it", 422: "The Idempotency-Key was used for another request" }
+    /// Of a route that changes the state of a machine.
+    TransitionErrors { 409: "The current state does not allow this", 504: "The machine took too long" }
+    /// Of a route that may be busy.
+    RetryLater { 503: "Nothing was done; try again after `Retry-After` seconds" }
+    /// Of a route that reaches into a guest and wakes it.
+    GuestErrors {
+        409: "The sandbox is not running and cannot be woken",
         503: "Try again after `Retry-After` seconds",
-        504: "The guest, or the command, took too long",
+        504: "The guest or the command took too long",
         507: "Not enough memory or disk to wake it"
     }
-    /// A route that makes machines. Nothing was made when it answers so.
-    Maker {
+    /// Of a route that makes machines. Nothing was made.
+    CapacityErrors {
         503: "Nothing was made; try again after `Retry-After` seconds",
         504: "The guest did not become ready in time; nothing was made",
         507: "Not enough memory or disk for the whole request; nothing was made"

@@ -1,21 +1,16 @@
-//! The listener: connections with bounds on everything a client can hold open.
+//! The listener: bounds on everything that a client can hold open.
 //!
-//! A request's head must arrive whole in [`Limits::head`] and [`HEAD_BYTES`]; the same time ends an idle kept-alive
-//! connection. Bodies have their own limits where they are read. A peer that vanished without a word is found by
-//! TCP keep-alive, so that a command without a timeout does not run on for nobody. Where too many connections are open
-//! a new one is told so with a 503, not left waiting: it is the node that is busy, whoever asks, so it is no 429.
+//! A request's head must arrive within [`Limits::head`] and [`HEAD_BYTES`]; the same time limit ends an idle connection.
+//! The HTTP library refuses a bad head itself, with 400, 414 or 431 and no body. Request bodies have their own limits where
+//! they are read. TCP keep-alive finds a peer that vanished, so that a command without a timeout does not outlive its
+//! caller. A connection beyond the limit gets a 503 instead of waiting.
 
-use super::{
-    App,
-    proxy::Peer,
-    refusals::{Answered, Spoken, by_hand},
-    routes,
-};
-use crate::metrics::Metrics;
-use axum::{body::Body, extract::Request, http::StatusCode};
+use crate::{App, metrics::Metrics, proxy::Peer, router, sse::ascii_json};
+use axum::{body::Body, extract::Request};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use keiki_api::Api;
+use keiki_types::api::ErrorBody;
 use std::{io, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -25,21 +20,21 @@ use tokio::{
 };
 use tower::Service;
 
-/// How large it may be.
+/// Largest head of a request.
 const HEAD_BYTES: usize = 64 << 10;
-/// Connections that are being turned away at once; beyond that they are closed without a word.
+/// Connections that get a 503 at once; beyond that they are just closed.
 const TURNED_AWAY: usize = 64;
-/// How long one that is turned away may take to read why.
+/// How long a client may take to read its 503.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// What clients are given.
+/// What clients may use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     /// Connections served at once.
     pub connections: usize,
     /// How long a request's head may take.
     pub head: Duration,
-    /// How long requests may take to end when the node stops.
+    /// How long running requests may take to end when the node stops.
     pub grace: Duration,
 }
 
@@ -65,8 +60,8 @@ pub(super) async fn serve_app(
 ) -> io::Result<()> {
     listener.local_addr()?;
     let (closing, metrics) = (app.closing.clone(), app.metrics.clone());
-    let routes = routes(app);
-    // Not hyper-util's automatic builder: it waits for the first bytes, to tell the versions apart, without a limit.
+    let routes = router(app);
+    // Not hyper-util's automatic builder: it waits without a limit for the first bytes, to detect the version.
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(HEAD_BYTES);
     let places = Arc::new(Semaphore::new(limits.connections));
@@ -87,20 +82,15 @@ pub(super) async fn serve_app(
             }
             continue;
         };
-        let answered = Answered::default();
-        let stream = Spoken::new(stream, answered.clone());
         let routes = routes.clone();
         let service = service_fn(move |request: Request<Incoming>| {
-            let answering = answered.begin();
             let mut request = request.map(Body::new);
             request.extensions_mut().insert(peer);
-            let answer = routes.clone().call(request);
-            async move { answer.await.map(|response| answering.until_sent(response)) }
+            routes.clone().call(request)
         });
         let connection = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
-        let (closing, metrics) = (closing.clone(), metrics.clone());
+        let (closing, counted) = (closing.clone(), Counted::new(metrics.clone()));
         connections.spawn(async move {
-            let _counted = Counted::new(metrics);
             tokio::pin!(connection);
             let ended = tokio::select! {
                 ended = &mut connection => ended,
@@ -112,7 +102,7 @@ pub(super) async fn serve_app(
             if let Err(error) = ended {
                 tracing::debug!("a connection ended: {error}");
             }
-            drop(place);
+            drop((counted, place));
         });
     }
     drop(listener);
@@ -150,7 +140,7 @@ async fn accept(listener: &TcpListener) -> Option<(TcpStream, Peer)> {
             Some((stream, Peer(peer.ip())))
         }
         Err(error) => {
-            // Out of descriptors, mostly: it passes, and trying again at once would only burn time.
+            // Usually out of descriptors: this passes, and trying again at once would only burn time.
             tracing::warn!("could not accept a connection: {error}");
             tokio::time::sleep(Duration::from_millis(100)).await;
             None
@@ -158,13 +148,18 @@ async fn accept(listener: &TcpListener) -> Option<(TcpStream, Peer)> {
     }
 }
 
-/// Says that there is no room, and reads until the client has heard it: closing with its request unread would reset
-/// the connection, and take the answer with it.
+/// Answers 503 and reads until the client has seen it: closing with its request unread would reset the connection and lose
+/// the answer.
 async fn turn_away(mut stream: TcpStream, turn: OwnedSemaphorePermit) {
-    let why = "the node has as many connections open as it serves; try again";
-    let answer = by_hand(StatusCode::SERVICE_UNAVAILABLE, why, "retry-after: 1\r\n");
+    let why = "the node has too many open connections; try again";
+    let body = ascii_json(&ErrorBody { error: why.into(), console: None });
+    let answer = format!(
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+         retry-after: 1\r\nconnection: close\r\n\r\n{body}",
+        body.len()
+    );
     let farewell = async {
-        stream.write_all(&answer).await?;
+        stream.write_all(answer.as_bytes()).await?;
         stream.shutdown().await?;
         let mut unread = [0; 4096];
         while stream.read(&mut unread).await? > 0 {}

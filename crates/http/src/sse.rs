@@ -1,60 +1,70 @@
 //! Server-sent events, and text out of bytes.
 //!
-//! Clients split events with whatever their language calls a line end, and some decode bytes one at a time as
-//! Latin-1. So payloads are JSON in pure ASCII, where none of that can go wrong, and the charset is named.
+//! Clients split events at whatever their language calls a line end, and some decode bytes one at a time as Latin-1. So
+//! payloads are pure ASCII JSON, where neither can go wrong, and the charset is named.
 
 use axum::{
-    body::Body,
-    http::header,
-    response::{IntoResponse, Response},
+    http::{HeaderName, header},
+    response::{
+        IntoResponse, Response,
+        sse::{Event, KeepAlive, Sse},
+    },
 };
-use bytes::Bytes;
-use futures::Stream;
+use futures::{Stream, StreamExt};
 use keiki_api::Error;
 use serde::Serialize;
 use std::{convert::Infallible, fmt::Write, time::Duration};
 
-/// How long a stream may be silent; a comment follows, so that proxies and dead clients are noticed.
-pub(super) const PING_EVERY: Duration = Duration::from_secs(10);
-/// That comment.
-pub(super) const PING: Bytes = Bytes::from_static(b": ping\n\n");
+/// A silent stream sends a comment this often, so that proxies keep it open and a client that is gone is noticed.
+const PING_EVERY: Duration = Duration::from_secs(10);
 /// The type of the answer.
-pub(super) const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
+const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
 
 /// One server-sent event of a stream, for the document.
 #[derive(utoipa::ToSchema)]
 #[allow(dead_code, reason = "only its description is used")]
 pub(super) struct ServerSentEvent {
-    /// What kind of event; `message` where none is named.
+    /// The kind of event; default: `message`.
     #[schema(required = false)]
     event: String,
-    /// Its number, where events have one.
+    /// The event's id, if it has one.
     #[schema(required = false)]
     id: String,
     /// JSON, or a line of text.
     data: String,
 }
 
-/// An answer that sends these frames and ends with them.
-pub(super) fn response(frames: impl Stream<Item = Bytes> + Send + 'static) -> Response {
-    let headers = [(header::CONTENT_TYPE, MEDIA_TYPE), (header::CACHE_CONTROL, "no-cache, no-transform")];
-    let frames = futures::StreamExt::map(frames, Ok::<_, Infallible>);
-    (headers, [("x-accel-buffering", "no")], Body::from_stream(frames)).into_response()
+/// An answer that sends these events and ends with them.
+pub(super) fn response(events: impl Stream<Item = Event> + Send + 'static) -> Response {
+    let headers = [
+        (header::CONTENT_TYPE, MEDIA_TYPE),
+        (header::CACHE_CONTROL, "no-cache, no-transform"),
+        (HeaderName::from_static("x-accel-buffering"), "no"),
+    ];
+    let pings = KeepAlive::new().interval(PING_EVERY).text("ping");
+    (headers, Sse::new(events.map(Ok::<_, Infallible>)).keep_alive(pings)).into_response()
 }
 
 /// One event with a JSON payload.
-pub(super) fn event(name: &str, payload: &impl Serialize) -> String {
-    format!("event: {name}\ndata: {}\n\n", ascii_json(payload))
+pub(super) fn event(name: &str, payload: &impl Serialize) -> Event {
+    numbered(None, name, payload)
+}
+
+/// One event, with its id where it has one.
+pub(super) fn numbered(id: Option<String>, name: &str, payload: &impl Serialize) -> Event {
+    let event = id.map_or_else(Event::default, |id| Event::default().id(id));
+    // A name may come from a guest, and one with a line end would be two fields.
+    event.event(name.replace(char::is_control, " ")).data(ascii_json(payload))
 }
 
 /// `event: error`.
-pub(super) fn error(error: &Error) -> String {
+pub(super) fn error(error: &Error) -> Event {
     event("error", &keiki_types::api::ErrorBody { error: super::errors::sentence(error), console: None })
 }
 
-/// JSON whose every character is ASCII: others are written as `\uXXXX`, outside the first plane as a pair.
+/// JSON in ASCII: other characters are written as `\uXXXX`, outside the first plane as a pair.
 pub(super) fn ascii_json(payload: &impl Serialize) -> String {
-    // Maps with keys that are no strings are what cannot be written; no body here has one.
+    // Only maps whose keys are not strings cannot be written; no payload has one.
     let json = serde_json::to_string(payload).unwrap_or_else(|_| "{}".into());
     if json.is_ascii() {
         return json;
@@ -73,19 +83,19 @@ pub(super) fn ascii_json(payload: &impl Serialize) -> String {
     ascii
 }
 
-/// Bytes of a stream into text, piece by piece, without splitting a character.
+/// Turns the bytes of a stream into text, piece by piece, without splitting a character.
 #[derive(Debug, Default)]
 pub(super) struct Decoder {
-    /// The beginning of a character whose rest has not come: at most three bytes.
+    /// The beginning of an incomplete character: at most three bytes.
     pending: Vec<u8>,
 }
 
 /// A piece of decoded text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Text {
-    /// What to show; what is no UTF-8 is replaced.
+    /// The text; bytes that are not UTF-8 are replaced.
     pub text: String,
-    /// The exact bytes, where the text is not exact.
+    /// The exact bytes, if the text is not exact.
     pub exact: Option<Vec<u8>>,
 }
 
@@ -107,7 +117,7 @@ impl Decoder {
         self.pending.len()
     }
 
-    /// Text of everything whole so far; None if there is none.
+    /// Text of all complete characters; None if there are none.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Option<Text> {
         let mut whole = std::mem::take(&mut self.pending);
         whole.extend_from_slice(bytes);
@@ -115,14 +125,14 @@ impl Decoder {
         (!whole.is_empty()).then(|| Text::new(whole))
     }
 
-    /// What was left when the stream ended.
+    /// What is left at the end of the stream.
     pub(super) fn finish(&mut self) -> Option<Text> {
         let rest = std::mem::take(&mut self.pending);
         (!rest.is_empty()).then(|| Text::new(rest))
     }
 }
 
-/// How many bytes at the end begin a character that is not complete.
+/// Bytes at the end that start an incomplete character.
 pub(super) fn unfinished(bytes: &[u8]) -> usize {
     let tail = bytes.len().saturating_sub(3);
     let Some(start) = (tail..bytes.len()).rev().find(|at| bytes[*at] & 0b1100_0000 != 0b1000_0000) else {
@@ -136,7 +146,8 @@ pub(super) fn unfinished(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::{Decoder, Text, ascii_json, event, unfinished};
+    use super::{Decoder, PING_EVERY, Text, ascii_json, event, numbered, response, unfinished};
+    use futures::StreamExt;
     use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
     use serde_json::json;
 
@@ -152,9 +163,22 @@ mod tests {
         assert!(written.contains("\\u2028") && written.contains("\\ud83c\\udf3a"));
     }
 
-    #[test]
-    fn an_event_is_one_frame() {
-        assert_eq!(event("exit", &json!({"exit_code": 0})), "event: exit\ndata: {\"exit_code\":0}\n\n");
+    #[tokio::test]
+    async fn an_event_is_one_frame() {
+        let exit = event("exit\nid: 7", &json!({"exit_code": 0}));
+        let sent = response(futures::stream::iter([exit, numbered(Some("1-2".into()), "x", &1)]));
+        let sent = axum::body::to_bytes(sent.into_body(), 1024).await.unwrap();
+        let expected = "event: exit id: 7\ndata: {\"exit_code\":0}\n\nid: 1-2\nevent: x\ndata: 1\n\n";
+        assert_eq!(sent, expected);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_stream_is_pinged() {
+        let mut body = response(futures::stream::pending()).into_body().into_data_stream();
+        let (first, begun) = (body.next().await.unwrap().unwrap(), tokio::time::Instant::now());
+        assert_eq!(first, ": ping\n\n");
+        assert_eq!(body.next().await.unwrap().unwrap(), ": ping\n\n");
+        assert_eq!(begun.elapsed(), PING_EVERY);
     }
 
     #[test]

@@ -155,6 +155,9 @@ pub struct SandboxList {
     pub items: Vec<Sandbox>,
 }
 
+/// Most children of one fork.
+pub const MAX_FORK: i64 = 64;
+
 /// `POST /v1/sandboxes/{id}/fork`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]

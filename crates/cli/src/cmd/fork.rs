@@ -8,7 +8,7 @@ use crate::{
 };
 use keiki_client::{
     Client,
-    api::{ForkSandbox, Forked, secrets::Secret},
+    api::{ForkSandbox, Forked, MAX_FORK, secrets::Secret},
 };
 
 #[derive(Debug, clap::Args)]
@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Number of children, all forked at the same instant
-    #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=64))]
+    #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=MAX_FORK))]
     pub count: i64,
     /// Delete a child after this long without activity [default: the parent's TTL]
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl)]

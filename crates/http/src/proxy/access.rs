@@ -1,15 +1,14 @@
-//! Who may look at a preview by its host.
+//! Who may open a preview by its host.
 //!
 //! ```text
 //!   a key in a header                      programs; the key stays here
-//!   ?keiki_pass=… of a link                a page: becomes a cookie of this host, and goes from the address
+//!   ?keiki_pass=… of a link                a page: becomes a cookie of this host and leaves the address
 //!   that cookie                            a browser from then on
 //!   none of them, at a node without keys   as everywhere at such a node
 //! ```
 //!
-//! A cookie is sent by a browser whoever makes it ask. So what a page of elsewhere has a browser ask for is refused,
-//! other previews included: it may lead there (a link), or be a page of the same sandbox on another port, which says so
-//! in `Origin`.
+//! A browser sends a cookie no matter which page causes the request. So requests caused by a page of another origin are
+//! refused, other previews included. Allowed are links, and pages of the same sandbox on another port, as `Origin` shows.
 
 use super::{
     headers::Outside,
@@ -35,10 +34,7 @@ pub(super) enum Verdict {
     Answer(Response),
 }
 
-/// Decides about a request to the host of a preview.
-///
-/// # Errors
-/// 403 for what a page of elsewhere asked for.
+/// Decides about a request to the host of a preview. 403 for a request caused by a page of another origin.
 pub(super) fn by_host(app: &App, previews: &Previews, target: Target, request: &Request) -> Result<Verdict> {
     let (headers, uri) = (request.headers(), request.uri());
     let is_key = |name| {
@@ -62,7 +58,7 @@ pub(super) fn by_host(app: &App, previews: &Previews, target: Target, request: &
     }
     if !is_asked_for_here(previews, target, request.method(), headers) {
         return Err(Error::Forbidden(
-            "a page of another origin may lead to a preview, but not ask it for anything".into(),
+            "a page of another origin may link to a preview but not send requests to it".into(),
         ));
     }
     let has_pass = || cookies(headers).any(|pass| previews.admits(target, pass).is_some());
@@ -70,7 +66,7 @@ pub(super) fn by_host(app: &App, previews: &Previews, target: Target, request: &
         return Ok(Verdict::Come(Credentials::Pass));
     }
     let how = format!(
-        "this preview asks for a link with a pass: `keiki open {} {}` makes one, and so does POST /v1/sandboxes/{}/previews",
+        "this preview needs a link with a pass: get one with `keiki open {} {}` or POST /v1/sandboxes/{}/previews",
         target.id, target.port, target.id
     );
     Ok(Verdict::Answer(errors::answer(StatusCode::UNAUTHORIZED, how)))
@@ -81,7 +77,7 @@ fn pass_in(uri: &Uri) -> Option<String> {
     found.into_iter().find(|(name, _)| name == PASS).map(|(_, pass)| pass)
 }
 
-/// What the pass is called over this scheme, and how its cookie ends.
+/// The name of the pass cookie over this scheme, and the end of the cookie.
 fn pass_cookie(headers: &HeaderMap) -> (&'static str, &'static str) {
     match Outside::of(headers, String::new()).scheme {
         "https" => (PASS_COOKIE_TLS, "; Secure"),
@@ -92,18 +88,18 @@ fn pass_cookie(headers: &HeaderMap) -> (&'static str, &'static str) {
 fn cookies(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     let (wanted, _) = pass_cookie(headers);
     let values = headers.get_all(header::COOKIE).iter().filter_map(|value| value.to_str().ok());
-    // Another host of the domain may have set one of this name, too: any that is right will do.
+    // Another host of the domain may have set a cookie of this name: one valid cookie is enough.
     values
         .flat_map(|text| text.split(';'))
         .filter(move |pair| cookie_name(pair) == wanted)
         .filter_map(|pair| pair.split_once('=').map(|(_, pass)| pass.trim()))
 }
 
-/// Makes the pass a cookie and takes it out of the address, so that neither the page nor who it links to sees it.
+/// Turns the pass into a cookie and removes it from the address, so that neither the page nor its links see it.
 fn enter(headers: &HeaderMap, uri: &Uri, left: Duration) -> Response {
     let query = without(uri.query().unwrap_or_default(), PASS);
     let mark = if query.is_empty() { "" } else { "?" };
-    // Not more than one slash: two would be another host.
+    // Only one slash: two would name another host.
     let path = format!("/{}", uri.path().trim_start_matches('/'));
     let mut response = onward(StatusCode::SEE_OTHER, &format!("{path}{mark}{query}"));
     let pass = pass_in(uri).unwrap_or_default();
@@ -118,7 +114,7 @@ fn enter(headers: &HeaderMap, uri: &Uri, left: Duration) -> Response {
     response
 }
 
-/// A query without a parameter, however its name is spelled.
+/// A query without a parameter, however its name is encoded.
 pub(super) fn without(query: &str, name: &str) -> String {
     let is_it = |pair: &str| {
         let found = pairs(pair);
@@ -138,7 +134,7 @@ fn is_navigation(headers: &HeaderMap) -> bool {
     }
 }
 
-/// Was this asked for by its own page, by a page of the same sandbox, by a person, or by a program?
+/// Was this request caused by a page of the same sandbox, by a person, or by a program?
 fn is_asked_for_here(previews: &Previews, target: Target, method: &Method, headers: &HeaderMap) -> bool {
     if let Some(origin) = text(headers, "origin") {
         let host = origin.split_once("://").map_or("", |(_, authority)| authority);
@@ -154,7 +150,7 @@ fn is_asked_for_here(previews: &Previews, target: Target, method: &Method, heade
     }
 }
 
-/// Sends the client on to another address.
+/// A redirection.
 pub(super) fn onward(status: StatusCode, to: &str) -> Response {
     (status, [(header::LOCATION, to)]).into_response()
 }

@@ -22,23 +22,20 @@ use std::{net::IpAddr, time::Duration};
 use tokio::{sync::watch, time::Instant};
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
-/// How long a guest may take until its answer begins, from when the request last moved.
+/// How long a guest may take to start its answer, from the last byte of the request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
-/// How large the head of its answer may be.
+/// Largest head of an answer.
 const HEAD_BYTES: usize = 64 << 10;
 
-/// An answer that a guest gave: it is passed on as it is.
+/// Marks an answer of a guest, which is passed on as it is.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FromGuest;
 
-/// Where a request came from.
+/// The address that a request came from.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer(pub IpAddr);
 
-/// Asks the guest, and gives its answer as it comes.
-///
-/// # Errors
-/// Those of dialling; 502 if what listens there gives no answer, 504 if it takes too long.
+/// Sends a request to a guest and streams its answer. 502 if the port gives no answer, 504 if it takes too long.
 pub(super) async fn forward(
     app: &App,
     target: Target,
@@ -60,7 +57,7 @@ pub(super) async fn forward(
         .handshake::<_, Body>(TokioIo::new(dialed))
         .await
         .map_err(|error| no_answer(target, &error))?;
-    // Ends with whoever holds it: the answer's body, or the tunnel.
+    // Ends with its holder: the answer's body, or the tunnel.
     let carried = AbortOnDropHandle::new(tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
             tracing::debug!("a connection to a guest ended: {error}");
@@ -76,7 +73,7 @@ pub(super) async fn forward(
     if upgraded {
         let Some(client) = client else {
             return Err(Error::Unreachable(format!(
-                "port {} in the sandbox answered with an upgrade that nobody asked for",
+                "port {} in the sandbox answered with an upgrade that was not requested",
                 target.port
             )));
         };
@@ -99,10 +96,10 @@ fn inside(uri: &Uri, outside: &Outside, credentials: Credentials) -> Result<Uri>
     let path = if path.starts_with('/') { path } else { "/" };
     format!("{path}{mark}{query}")
         .parse()
-        .map_err(|_| Error::Invalid("the path and query cannot be passed on".into()))
+        .map_err(|_| Error::Invalid("the path and query cannot be forwarded".into()))
 }
 
-/// The answer, unless it does not come within `limit` after the request has last moved.
+/// The answer, if it comes within `limit` after the last byte of the request.
 async fn answered<T>(
     answer: impl Future<Output = T>,
     moved: watch::Receiver<Instant>,
@@ -123,7 +120,7 @@ async fn answered<T>(
     }
 }
 
-/// Carries bytes both ways until either side ends.
+/// Copies bytes both ways until one side ends.
 async fn tunnel(
     client: OnUpgrade,
     guest: OnUpgrade,
@@ -133,7 +130,7 @@ async fn tunnel(
     let carry = async {
         let (client, guest) = tokio::try_join!(client, guest)?;
         let (mut client, mut guest) = (TokioIo::new(client), TokioIo::new(guest));
-        // A side that has ended is told to the other; one that was reset ends both.
+        // The end of one direction is passed on; a reset ends both.
         tokio::io::copy_bidirectional(&mut client, &mut guest).await?;
         anyhow::Ok(())
     };
@@ -151,9 +148,9 @@ async fn tunnel(
 fn no_answer(target: Target, error: &hyper::Error) -> Error {
     let port = target.port;
     Error::Unreachable(if error.is_parse() || error.is_parse_too_large() {
-        format!("what listens on port {port} in the sandbox does not speak HTTP/1.1")
+        format!("port {port} in the sandbox does not speak HTTP/1.1")
     } else {
-        format!("what listens on port {port} in the sandbox closed the connection without a whole answer")
+        format!("port {port} in the sandbox closed the connection without a complete answer")
     })
 }
 

@@ -1,7 +1,7 @@
-//! What each side of a preview is told.
+//! The headers that each side of a preview sees.
 //!
-//! The guest is told that it is asked as `localhost:PORT`, which development servers accept; how it is called outside
-//! stands in `X-Forwarded-*`. What leads back to itself in its answers is made to lead through the preview.
+//! The guest sees `Host: localhost:PORT`, which development servers accept, and its outside name in `X-Forwarded-*`. Links
+//! to itself in its answers are rewritten to lead through the preview.
 
 use super::pass::{Credentials, is_pass};
 use crate::key::API_KEY;
@@ -9,7 +9,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header, uri::Authority
 use keiki_api::Target;
 use std::net::IpAddr;
 
-/// Headers of one connection, not of the message (RFC 9110, 7.6.1), and what only concerns the node.
+/// Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers for the node only.
 const OF_CONNECTION: [&str; 10] = [
     "connection",
     "expect",
@@ -22,7 +22,7 @@ const OF_CONNECTION: [&str; 10] = [
     "transfer-encoding",
     "upgrade",
 ];
-/// What a guest may not say about the API's own origin.
+/// Headers with which a guest could affect the API's origin.
 const OF_ORIGIN: [&str; 6] = [
     "alt-svc",
     "clear-site-data",
@@ -31,7 +31,7 @@ const OF_ORIGIN: [&str; 6] = [
     "strict-transport-security",
     "www-authenticate",
 ];
-/// Gives a page an origin that is nobody's.
+/// Gives a page an opaque origin.
 const SANDBOX: &str = "sandbox allow-downloads allow-forms allow-modals allow-popups allow-scripts";
 
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -39,14 +39,14 @@ const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const FORWARDED_PREFIX: HeaderName = HeaderName::from_static("x-forwarded-prefix");
 
-/// How the client names what it asks for.
+/// The guest's address as the client knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Outside {
-    /// `http`, or `https` if a proxy before the node says so.
+    /// `http`, or `https` if a proxy in front of the node says so.
     pub scheme: &'static str,
     /// Host, with its port.
     pub host: String,
-    /// Path before the guest's own; empty by host.
+    /// Path before the guest's own path; empty by host.
     pub prefix: String,
 }
 
@@ -63,7 +63,7 @@ impl Outside {
     }
 }
 
-/// Is this a WebSocket's first request? Other upgrades are not passed on: what they carry could not be told apart.
+/// Does this request open a WebSocket? Other upgrades are not passed on: their content is unknown.
 pub(super) fn asks_for_websocket(headers: &HeaderMap) -> bool {
     let has = |name: HeaderName, word: &str| {
         let values = headers.get_all(name);
@@ -74,7 +74,7 @@ pub(super) fn asks_for_websocket(headers: &HeaderMap) -> bool {
     has(header::CONNECTION, "upgrade") && has(header::UPGRADE, "websocket")
 }
 
-/// A request's headers as the guest gets them.
+/// A request's headers as the guest sees them.
 pub(super) fn to_guest(
     headers: &mut HeaderMap,
     target: Target,
@@ -94,7 +94,7 @@ pub(super) fn to_guest(
         headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
     }
     let inside = format!("localhost:{}", target.port);
-    // A page's own origin is the guest's own: servers compare it to the host.
+    // The page's own origin becomes the guest's own: servers compare it with the host.
     let own = format!("{}://{}", outside.scheme, outside.host);
     let is_own = headers.get(header::ORIGIN).is_some_and(|origin| origin.as_bytes() == own.as_bytes());
     if is_own {
@@ -115,7 +115,7 @@ pub(super) fn to_guest(
     }
 }
 
-/// An answer's headers as the client gets them.
+/// An answer's headers as the client sees them.
 pub(super) fn to_client(headers: &mut HeaderMap, target: Target, outside: &Outside, upgraded: bool) {
     strip(headers, &OF_CONNECTION);
     if upgraded {
@@ -126,7 +126,7 @@ pub(super) fn to_client(headers: &mut HeaderMap, target: Target, outside: &Outsi
         for name in OF_ORIGIN {
             headers.remove(name);
         }
-        // Beside what the guest says: a browser obeys both.
+        // In addition to the guest's own policy: a browser obeys both.
         headers.append(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(SANDBOX));
     }
     let cookies: Vec<HeaderValue> =
@@ -144,7 +144,7 @@ pub(super) fn to_client(headers: &mut HeaderMap, target: Target, outside: &Outsi
 fn set(headers: &mut HeaderMap, name: HeaderName, text: &str) {
     match HeaderValue::from_str(text) {
         Ok(value) => drop(headers.insert(name, value)),
-        // Said by the client, and not fit to be said on.
+        // Sent by the client, and not a valid header value.
         Err(_) => drop(headers.remove(name)),
     }
 }
@@ -165,12 +165,12 @@ fn strip(headers: &mut HeaderMap, names: &[&str]) {
     }
 }
 
-/// The guest gets its own cookies, not the one that lets the client in.
+/// The guest gets its own cookies, not the pass.
 fn filter_cookies(headers: &mut HeaderMap) {
     let kept: Vec<String> = headers
         .get_all(header::COOKIE)
         .iter()
-        // What is no text could hide the pass: it does not go on.
+        // A value that is not text could hide the pass.
         .filter_map(|value| value.to_str().ok())
         .flat_map(|text| text.split(';'))
         .filter(|pair| !pair.trim().is_empty() && !is_pass(pair))
@@ -182,8 +182,7 @@ fn filter_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// A guest's cookie stays within its preview: of this host alone, by path below its own. None: it is not the guest's
-/// to set.
+/// A guest's cookie, limited to its preview: this host only, and by path below its own. None: the guest may not set it.
 fn cookie(value: &HeaderValue, outside: &Outside) -> Option<HeaderValue> {
     let text = value.to_str().ok()?;
     let mut parts = text.split(';');
@@ -205,7 +204,7 @@ fn cookie(value: &HeaderValue, outside: &Outside) -> Option<HeaderValue> {
     HeaderValue::from_str(&kept.join("; ")).ok()
 }
 
-/// Where a redirection leads outside, if it leads back to this guest; None: it is left as it is.
+/// The outside address of a redirection back to this guest; None for any other.
 fn location(place: &str, target: Target, outside: &Outside) -> Option<String> {
     if place.starts_with('/') && !place.starts_with("//") {
         return Some(format!("{}{place}", outside.prefix));

@@ -1,17 +1,17 @@
-//! Previews: what listens in a sandbox, through the node.
+//! Previews: ports of a sandbox, served through the node.
 //!
 //! ```text
 //!   /v1/sandboxes/ID/proxy/PORT/…   by path: on the API's own origin, with a key      for programs
 //!   PORT-ID.SUFFIX/…                by host: an origin of its own, with a pass        for browsers
-//!        │ access: may it?   headers: what each side is told   forward: dial, send, carry
+//!        │ access: allowed?   headers: what each side sees   forward: dial, send, stream
 //!        ▼
-//!   HTTP/1.1 over a connection to the guest's port (`Node::dial`), one for each request; wakes the sandbox
+//!   HTTP/1.1 over a connection to the guest's port (`Ports::dial`), one for each request; wakes the sandbox
 //! ```
 //!
-//! A guest is hostile and so is the page it serves. What must hold: the guest never gets the node's key or a pass; its
-//! page never acts on the API with what its user's browser has. By path it would share the API's origin, so every answer
-//! carries `Content-Security-Policy: sandbox`, which gives the page an origin that is nobody's. By host the origin is
-//! its own, and nothing of the API is served there. docs/SECURITY.md tells the whole of it.
+//! A guest is hostile, and so is the page it serves. The guest never gets the node's key or a pass, and its page never acts
+//! on the API with the credentials of its user's browser. By path the page would share the API's origin, so every answer
+//! carries `Content-Security-Policy: sandbox`, which gives it an opaque origin. By host it has its own origin, where the
+//! API is not served. docs/SECURITY.md has the details.
 
 mod access;
 mod forward;
@@ -26,7 +26,7 @@ use super::{
     App,
     errors::{Answer, Failure},
     extract::{PortPath, SandboxPath},
-    responses::{Any, Guest, Named},
+    responses::{AuthErrors, GuestErrors, NotFound},
 };
 use axum::{
     extract::{Request, State},
@@ -37,31 +37,30 @@ use axum::{
 use keiki_api::Target;
 use keiki_types::api::ErrorBody;
 
-/// Routes by path, beside the documented one.
+/// The paths of the router, for the documented one.
 pub(super) const BY_PATH: [&str; 3] = [
     "/v1/sandboxes/{id}/proxy/{port}",
     "/v1/sandboxes/{id}/proxy/{port}/",
     "/v1/sandboxes/{id}/proxy/{port}/{*path}",
 ];
-/// What requests by host are counted as.
+/// The route that requests by host are counted under.
 pub(super) const BY_HOST: &str = "preview";
-/// Slashes before what the guest is asked for.
+/// Slashes before the guest's part of the path.
 const SLASHES: usize = 6;
 
-/// A request that was made to a preview's own host.
+/// Marks a response to a request that was sent to a preview's own host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ByHost;
 
-/// Passes a request on to a port of a sandbox, and its answer back: any method, streamed both ways, WebSockets too.
-/// Wakes a hibernated sandbox. The answer is whatever the guest says, but 401, 403, 502 and 503 with an `error` are mostly
-/// the node's.
+/// Forward a request to a port of a sandbox and return its answer: any method, streamed both ways, WebSockets too. Wakes a
+/// hibernated sandbox. The answer is the guest's; 401, 403, 502 and 503 with an `error` are usually the node's.
 #[utoipa::path(method(get, post, put, patch, delete), path = "/v1/sandboxes/{id}/proxy/{port}/{path}",
     tag = "previews", operation_id = "proxy",
     params(("id" = String, Path, description = "The sandbox"), ("port" = u16, Path, description = "1 to 65535"),
-        ("path" = String, Path, description = "What the guest is asked for")),
-    responses((status = "default", description = "What the guest answers"), Any, Named, Guest,
-        (status = 400, description = "There is no such port", body = ErrorBody),
-        (status = 502, description = "Nothing listens there, or it speaks no HTTP", body = ErrorBody)))]
+        ("path" = String, Path, description = "The path in the guest")),
+    responses((status = "default", description = "The guest's answer"), AuthErrors, NotFound, GuestErrors,
+        (status = 400, description = "The port is invalid", body = ErrorBody),
+        (status = 502, description = "The port has no listener, or it does not speak HTTP", body = ErrorBody)))]
 pub(super) async fn by_path(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -70,7 +69,7 @@ pub(super) async fn by_path(
 ) -> Answer<Response> {
     let path = request.uri().path();
     let Some((at, _)) = path.match_indices('/').nth(SLASHES - 1) else {
-        // Without the slash a page's relative links would lead elsewhere.
+        // Without the slash, relative links of a page would lead elsewhere.
         return Ok(access::onward(
             StatusCode::PERMANENT_REDIRECT,
             &format!("{path}/{}", query_of(request.uri())),
@@ -81,7 +80,7 @@ pub(super) async fn by_path(
     Ok(forward::forward(&app, Target { id, port }, outside, request, pass::Credentials::ByPath).await?)
 }
 
-/// Takes requests to hosts that are previews; all others go on to the API.
+/// Handles requests to the hosts of previews; all others go to the API.
 pub(super) async fn by_host(State(app): State<App>, request: Request, next: Next) -> Response {
     let previews = app.api.previews();
     let Some(target) = host_of(request.headers(), request.uri()).and_then(|host| previews.named(host)) else {
@@ -100,7 +99,7 @@ pub(super) async fn by_host(State(app): State<App>, request: Request, next: Next
     response
 }
 
-/// The host that a request is for, without its port.
+/// The host of a request, without the port.
 fn host_of<'a>(headers: &'a HeaderMap, uri: &'a Uri) -> Option<&'a str> {
     let whole = match headers.get(header::HOST) {
         Some(host) => host.to_str().ok()?,
@@ -109,7 +108,7 @@ fn host_of<'a>(headers: &'a HeaderMap, uri: &'a Uri) -> Option<&'a str> {
     Some(whole.rsplit_once(':').map_or(whole, |(host, _)| host))
 }
 
-/// The query with its mark, or nothing.
+/// The query with its question mark, or nothing.
 fn query_of(uri: &Uri) -> String {
     uri.query().map(|query| format!("?{query}")).unwrap_or_default()
 }

@@ -1,15 +1,15 @@
-//! What lets a request in to a preview, and how it is spelled.
+//! What opens a preview: the names of its cookies and parameters.
 
 /// The pass in a link.
 pub(crate) const PASS: &str = "keiki_pass";
-/// The pass once it was used. Where a browser came over TLS it takes one of this name from this very host alone, so that
-/// no other host of the domain can put another in its place.
+/// The pass after its first use. Over TLS a browser accepts the second name from this host only, so that no other host of
+/// the domain can replace it.
 pub(super) const PASS_COOKIE: &str = "keiki_preview";
 pub(super) const PASS_COOKIE_TLS: &str = "__Host-keiki_preview";
 /// A key in a query, where the API takes one.
 const ACCESS_TOKEN: &str = "access_token";
 
-/// What let a request in.
+/// What opened a preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Credentials {
     /// A key, at the API.
@@ -25,13 +25,13 @@ impl Credentials {
         self == Self::Pass
     }
 
-    /// The query parameter that is not the guest's to see.
+    /// The query parameter to hide from the guest.
     pub(super) fn hides(self) -> &'static str {
         if self == Self::ByPath { ACCESS_TOKEN } else { PASS }
     }
 }
 
-/// Is this cookie the node's?
+/// Does this cookie belong to the node?
 pub(super) fn is_pass(pair: &str) -> bool {
     [PASS_COOKIE, PASS_COOKIE_TLS].contains(&cookie_name(pair))
 }

@@ -1,7 +1,7 @@
 //! Requests and their answers, without a socket.
 
 use super::twin::{TRAPS, Twin, the_sandbox};
-use crate::{App, openapi, routes};
+use crate::{App, openapi, router};
 use axum::{
     body::Body,
     http::{HeaderMap, Request, StatusCode},
@@ -35,7 +35,7 @@ impl Answer {
 }
 
 pub(super) async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
-    let response = routes(App { metrics: twin.counters.clone(), ..App::new(twin.clone()) })
+    let response = router(App { metrics: twin.counters.clone(), ..App::new(twin.clone()) })
         .oneshot(request)
         .await
         .unwrap();
@@ -90,15 +90,15 @@ async fn refusals_have_one_envelope_whoever_made_them() {
         ("GET /v1/snapshots/x", "", 404, "no snapshot x"),
         ("GET /v1/templates/UP", "", 404, "no template UP"),
         ("GET /v1/templates/builds/x", "", 404, "no build x"),
-        ("PUT /v1/sandboxes", "", 405, "/v1/sandboxes has no PUT"),
-        ("PUT /healthz", "", 405, "/healthz has no PUT"),
+        ("PUT /v1/sandboxes", "", 405, "/v1/sandboxes does not support PUT"),
+        ("PUT /healthz", "", 405, "/healthz does not support PUT"),
         ("POST /v1/sandboxes", "{", 400, "not valid JSON"),
         ("POST /v1/sandboxes", r#"{"ttl_seconds":"x"}"#, 400, "ttl_seconds is wrong"),
         ("POST /v1/sandboxes", r#"{"template":"busy"}"#, 503, "base is being built"),
         ("POST /v1/sandboxes/{id}/snapshots", "", 507, "a snapshot needs"),
-        ("POST /v1/sandboxes/{id}/fork", r#"{"count":65}"#, 400, "count is 65"),
+        ("POST /v1/sandboxes/{id}/fork", r#"{"count":65}"#, 400, "count must be from 1 to 64, not 65"),
         ("POST /v1/sandboxes/{id}/fork-tree", "", 400, "`count`"),
-        ("POST /v1/sandboxes/{id}/fork-tree", r#"{"count":0}"#, 400, "count is 0"),
+        ("POST /v1/sandboxes/{id}/fork-tree", r#"{"count":0}"#, 400, "count must be from 1 to 64, not 0"),
         ("POST /v1/sandboxes/{id}/exec", "{}", 400, "cmd (a shell line) or argv"),
         (
             "POST /v1/sandboxes/{id}/exec",
@@ -112,9 +112,14 @@ async fn refusals_have_one_envelope_whoever_made_them() {
         ("GET /v1/sandboxes/{id}/fs?path=%FF", "", 400, "not UTF-8"),
         ("GET /v1/sandboxes/{id}/fs?path=/none", "", 404, "no file /none"),
         ("GET /v1/sandboxes/{id}/fs/stat?path=/none", "", 404, "no file /none"),
-        ("PUT /v1/sandboxes/{id}/fs?path=/x&mode=9", "", 400, "mode is \"9\""),
-        ("POST /v1/sandboxes/{id}/fs/rename", r#"{"path":"/x"}"#, 400, "from is missing"),
-        ("POST /v1/sandboxes/{id}/fs/chmod", r#"{"path":"/x","mode":"x"}"#, 400, "mode is"),
+        (
+            "PUT /v1/sandboxes/{id}/fs?path=/x&mode=9",
+            "",
+            400,
+            "mode must be octal permission bits such as 0755, not \"9\"",
+        ),
+        ("POST /v1/sandboxes/{id}/fs/rename", r#"{"path":"/x"}"#, 400, "from is required"),
+        ("POST /v1/sandboxes/{id}/fs/chmod", r#"{"path":"/x","mode":"x"}"#, 400, "mode must be octal"),
         ("POST /v1/sandboxes/{id}/fs/mkdir", "", 400, "`path`"),
         ("GET /v1/sandboxes/{id}/logs?stream=x", "", 400, "stream"),
         ("GET /v1/sandboxes/{id}/exec/pty", "", 400, "upgrade"),
@@ -354,7 +359,7 @@ async fn an_upload_that_ends_early_is_no_file() {
     let twin = twin();
     let put = Request::builder().method("PUT").uri(format!("/v1/sandboxes/{}/fs?path=/x", the_sandbox()));
     let answer = send(&twin, put.header("content-length", "10").body(Body::from("half")).unwrap()).await;
-    assert_eq!((answer.status.as_u16(), answer.error().contains("ended before")), (400, true));
+    assert_eq!((answer.status.as_u16(), answer.error().contains("ended early")), (400, true));
     assert!(twin.files.lock().unwrap().is_empty());
 }
 

@@ -175,27 +175,23 @@ async fn a_head_without_bound_is_refused() {
 }
 
 #[tokio::test]
-async fn what_is_refused_before_it_is_a_request_is_told_in_the_envelope_too() {
+async fn what_is_refused_before_it_is_a_request_has_a_status_and_no_body() {
     let server = Server::start().await;
     let many = (0..150).map(|n| format!("x-{n}: 1\r\n")).collect::<String>();
-    for (sent, status, words) in [
-        ("GARBAGE\r\n\r\n".to_owned(), 400, "this is no HTTP/1.1 request"),
-        (format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(70 << 10)), 414, "too long"),
-        (
-            format!("GET /x HTTP/1.1\r\nx: {}\r\n\r\n", "x".repeat(200 << 10)),
-            431,
-            "64 KiB with path and query",
-        ),
-        (format!("GET /healthz HTTP/1.1\r\n{many}\r\n"), 431, "at most 100 headers"),
+    for (sent, status) in [
+        ("GARBAGE\r\n\r\n".to_owned(), 400),
+        (format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(70 << 10)), 414),
+        (format!("GET /x HTTP/1.1\r\nx: {}\r\n\r\n", "x".repeat(200 << 10)), 431),
+        (format!("GET /healthz HTTP/1.1\r\n{many}\r\n"), 431),
     ] {
         let mut stream = server.connect().await;
         // After a request that was answered, too.
         stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
         read_until(&mut stream, "ok\"}").await;
         let _ = stream.write_all(sent.as_bytes()).await;
-        let text = read_until(&mut stream, "\"}").await;
+        let text = read_until(&mut stream, "\r\n\r\n").await;
         assert!(text.starts_with(&format!("HTTP/1.1 {status} ")), "{text}");
-        assert!(text.contains("application/json") && text.contains(words), "{text}");
+        assert!(text.contains("content-length: 0\r\n"), "{text}");
     }
 }
 
@@ -253,7 +249,7 @@ async fn one_connection_carries_many_requests() {
         ("GET /v1/sandboxes HTTP/1.1", "]}"),
         ("GET /v1/sandboxes/x HTTP/1.1", "no sandbox x\"}"),
         ("POST /v1/sandboxes HTTP/1.1\r\nContent-Length: 0", "qemu\"}"),
-        ("PUT /healthz HTTP/1.1", "has\"}"),
+        ("PUT /healthz HTTP/1.1", "supports\"}"),
         ("GET /healthz HTTP/1.1", "ok\"}"),
     ] {
         stream.write_all(format!("{line}\r\nHost: localhost\r\n\r\n").as_bytes()).await.unwrap();

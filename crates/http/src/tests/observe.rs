@@ -4,7 +4,7 @@ use super::{
     answers::{ask, send, twin},
     twin::the_sandbox,
 };
-use crate::{App, routes};
+use crate::{App, router};
 use axum::{body::Body, http::Request};
 use futures::StreamExt;
 use std::time::Duration;
@@ -23,8 +23,8 @@ async fn events_are_listed_from_a_number_on() {
     assert_eq!(numbers(ask(&twin, "GET /v1/events?since=3", "").await.json()), [4, 5]);
     assert_eq!(numbers(ask(&twin, "GET /v1/events?limit=2", "").await.json()), [1, 2]);
     for (line, status, words) in [
-        ("GET /v1/events?limit=0", 400, "limit is 0; it must be 1 to 1000"),
-        ("GET /v1/events?limit=1001", 400, "limit is 1001"),
+        ("GET /v1/events?limit=0", 400, "limit must be from 1 to 1000, not 0"),
+        ("GET /v1/events?limit=1001", 400, "limit must be from 1 to 1000, not 1001"),
         ("GET /v1/events?since=-1", 400, "since"),
         ("GET /v1/events?follow=perhaps", 400, "follow"),
         ("GET /v1/sandboxes/x/events", 404, "no sandbox x"),
@@ -43,7 +43,7 @@ async fn beginning(uri: &str, last: Option<&str>) -> String {
         request = request.header("Last-Event-ID", last);
     }
     let request = request.body(Body::empty()).unwrap();
-    let response = routes(App::new(twin())).oneshot(request).await.unwrap();
+    let response = router(App::new(twin())).oneshot(request).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     let mut text = Vec::new();
     while let Ok(Some(Ok(chunk))) = tokio::time::timeout(Duration::from_millis(200), body.next()).await {
@@ -59,7 +59,7 @@ async fn a_stream_of_events_goes_on_where_its_client_lost_it() {
     assert!(text.starts_with("id: 4\nevent: paused\ndata: {\"seq\":4,"), "{text}");
     assert_eq!(text.matches("\n\n").count(), 2, "{text}");
     assert!(beginning(&uri, Some("4")).await.starts_with("id: 5\n"));
-    assert!(beginning(&uri, Some("x")).await.contains("Last-Event-ID is not the number"));
+    assert!(beginning(&uri, Some("x")).await.contains("Last-Event-ID must be the number"));
 }
 
 #[tokio::test]

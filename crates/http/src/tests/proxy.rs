@@ -126,7 +126,7 @@ async fn what_cannot_be_reached_is_told_by_the_node() {
     let twin = Arc::new(Twin::default());
     for (path, status, words) in [
         ("{id}/proxy/81/x", 502, "nothing listens on port 81"),
-        ("{id}/proxy/13/x", 502, "without a whole answer"),
+        ("{id}/proxy/13/x", 502, "without a complete answer"),
         ("{id}/proxy/7/x", 502, "does not speak HTTP/1.1"),
         ("{id}/proxy/0/x", 400, "1 to 65535"),
         ("{id}/proxy/x/x", 400, "1 to 65535"),
@@ -226,11 +226,11 @@ async fn a_page_of_a_guest_cannot_act_on_a_node_without_keys() {
 async fn bad_wishes_for_links_are_named() {
     let twin = Arc::new(Twin::default());
     for (body, words) in [
-        (r#"{"port":0}"#, "port is 0"),
+        (r#"{"port":0}"#, "port must be from 1"),
         (r#"{"port":70000}"#, "port is wrong"),
         ("{}", "`port`"),
-        (r#"{"port":80,"ttl_seconds":0}"#, "ttl_seconds is 0"),
-        (r#"{"port":80,"ttl_seconds":604801}"#, "ttl_seconds is 604801"),
+        (r#"{"port":80,"ttl_seconds":0}"#, "ttl_seconds must be from 1 to 604800, not 0"),
+        (r#"{"port":80,"ttl_seconds":604801}"#, "ttl_seconds must be from 1 to 604800"),
     ] {
         let answer = ask(&twin, "POST /v1/sandboxes/{id}/previews", body).await;
         assert_eq!(answer.status, 400);

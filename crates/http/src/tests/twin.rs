@@ -290,11 +290,12 @@ impl Sandboxes for Twin {
         once: Option<Once>,
     ) -> Result<Forked> {
         self.named.lock().unwrap().extend(once);
+        let count = request::fork_count(request.count)?;
         self.done(id, format!("fork {request:?}"))?;
         let mut metadata = request.metadata.unwrap_or_else(|| sandbox(id).metadata);
         metadata.extend(labels);
         let child = Sandbox { metadata, ..sandbox(SandboxId::new()) };
-        let children = vec![child; usize::try_from(request.count.unwrap_or(1)).unwrap()];
+        let children = vec![child; count];
         Ok(Forked { parent_id: id, sandbox: children[0].clone(), children, timings: Timings::default() })
     }
 

@@ -1,11 +1,11 @@
-//! Ports of a sandbox, and links to them.
+//! Ports of a sandbox, and preview links to them.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, SandboxPath},
     proxy::{Outside, PASS},
-    responses::{Any, Guest, Named, Told},
+    responses::{AuthErrors, BodyErrors, GuestErrors, NotFound},
 };
 use axum::{
     Json,
@@ -16,24 +16,24 @@ use keiki_api::{Error, Target, rfc3339};
 use keiki_types::api::{CreatePreview, PortList, Preview};
 use std::time::{Duration, SystemTime};
 
-/// How long a link is good where nothing is asked for, in seconds.
+/// Default lifetime of a link, in seconds.
 const USUAL: i64 = 3600;
-/// The longest.
+/// Longest lifetime of a link, in seconds.
 const LONGEST: i64 = 7 * 24 * 3600;
 
-/// TCP ports that something in the sandbox listens on.
+/// List the TCP ports that have a listener in the sandbox.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/ports", tag = "previews", operation_id = "list_ports",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "The ports", body = PortList), Any, Named, Guest))]
+    responses((status = 200, description = "The ports", body = PortList), AuthErrors, NotFound, GuestErrors))]
 pub(super) async fn list(State(app): State<App>, SandboxPath(id): SandboxPath) -> Answer<Json<PortList>> {
     Ok(Json(PortList { items: app.api.ports(id).await? }))
 }
 
-/// Makes a link to a port, for a browser. It opens that port of that sandbox and nothing else, until its time is over.
-/// Nothing has to listen there yet.
+/// Create a preview link to a port, for a browser. It opens this port of this sandbox and nothing else, until it expires.
+/// The port does not need a listener yet.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/previews", tag = "previews", operation_id = "create_preview",
     params(("id" = String, Path, description = "The sandbox")), request_body = CreatePreview,
-    responses((status = 201, description = "The link", body = Preview), Any, Told, Named))]
+    responses((status = 201, description = "The link", body = Preview), AuthErrors, BodyErrors, NotFound))]
 pub(super) async fn create(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -42,10 +42,10 @@ pub(super) async fn create(
 ) -> Answer<(StatusCode, Json<Preview>)> {
     let seconds = request.ttl_seconds.unwrap_or(USUAL);
     if request.port == 0 {
-        return Err(Error::Invalid("port is 0; it must be 1 to 65535".into()).into());
+        return Err(Error::Invalid("port must be from 1 to 65535, not 0".into()).into());
     }
     if !(1..=LONGEST).contains(&seconds) {
-        return Err(Error::Invalid(format!("ttl_seconds is {seconds}; it must be 1 to {LONGEST}")).into());
+        return Err(Error::Invalid(format!("ttl_seconds must be from 1 to {LONGEST}, not {seconds}")).into());
     }
     app.api.lifecycle(id).await?;
     let previews = app.api.previews();

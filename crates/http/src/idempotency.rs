@@ -1,4 +1,4 @@
-//! `Idempotency-Key`: a caller's name for a request that makes something, so that it can be sent again.
+//! `Idempotency-Key`: a caller's name for a request that makes something, so that the request can be repeated.
 
 use crate::{
     App,
@@ -21,7 +21,7 @@ const KEY: &str = "Idempotency-Key";
 /// Longest name.
 const LONGEST: usize = 255;
 
-/// The name of a request, where it has one.
+/// The name of a request, if it has one.
 pub(super) struct RequestKey(Option<Named>);
 
 struct Named {
@@ -48,7 +48,9 @@ impl IntoParams for RequestKey {
             .name(KEY)
             .parameter_in(ParameterIn::Header)
             .required(Required::False)
-            .description(Some("A name for this request, which is carried out once however often it is sent"))
+            .description(Some(
+                "A name for this request: repeated requests of the same name are carried out once",
+            ))
             .schema(Some(text.build()));
         vec![key.build()]
     }

@@ -1,10 +1,10 @@
 //! Templates and their builds.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, BuildPath, SMALL, TemplatePath},
-    responses::{Any, Maker, Named, Stateful, Told},
+    responses::{AuthErrors, BodyErrors, CapacityErrors, Conflict, NotFound},
 };
 use axum::{
     Json,
@@ -14,34 +14,34 @@ use axum::{
 use keiki_api::{Error, Result};
 use keiki_types::api::{Build, BuildList, BuildTemplate, Template, TemplateList};
 
-/// All templates.
+/// List all templates.
 #[utoipa::path(get, path = "/v1/templates", tag = "templates", operation_id = "list_templates",
-    responses((status = 200, description = "The templates", body = TemplateList), Any))]
+    responses((status = 200, description = "The templates", body = TemplateList), AuthErrors))]
 pub(super) async fn list(State(app): State<App>) -> Answer<Json<TemplateList>> {
     Ok(Json(TemplateList { items: app.api.templates().await? }))
 }
 
-/// One template.
+/// Get a template.
 #[utoipa::path(get, path = "/v1/templates/{name}", tag = "templates", operation_id = "get_template",
     params(("name" = String, Path, description = "The template")),
-    responses((status = 200, description = "The template", body = Template), Any, Named))]
+    responses((status = 200, description = "The template", body = Template), AuthErrors, NotFound))]
 pub(super) async fn get(State(app): State<App>, TemplatePath(name): TemplatePath) -> Answer<Json<Template>> {
     Ok(Json(app.api.get_template(&name).await?))
 }
 
-/// Deletes what was built of a template. Its sandboxes and snapshots stay.
+/// Delete a built template. Sandboxes and snapshots made from it stay.
 #[utoipa::path(delete, path = "/v1/templates/{name}", tag = "templates", operation_id = "delete_template",
     params(("name" = String, Path, description = "The template")),
-    responses((status = 204, description = "Gone"), Any, Named, Stateful))]
+    responses((status = 204, description = "Deleted"), AuthErrors, NotFound, Conflict))]
 pub(super) async fn delete(State(app): State<App>, TemplatePath(name): TemplatePath) -> Answer<StatusCode> {
     app.api.delete_template(&name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Starts a build, or joins the one that runs for this template.
+/// Build a template, or join its running build.
 #[utoipa::path(post, path = "/v1/templates/build", tag = "templates", operation_id = "build_template",
     request_body(content((BuildTemplate = "application/json"), (BuildTemplate = "application/x-www-form-urlencoded"))),
-    responses((status = 202, description = "The build", body = Build), Any, Told, Stateful, Maker,
+    responses((status = 202, description = "The build", body = Build), AuthErrors, BodyErrors, Conflict, CapacityErrors,
         (status = 404, description = "No such template", body = keiki_types::api::ErrorBody)))]
 pub(super) async fn build(State(app): State<App>, request: Request) -> Answer<(StatusCode, Json<Build>)> {
     let (parts, body) = request.into_parts();
@@ -51,15 +51,15 @@ pub(super) async fn build(State(app): State<App>, request: Request) -> Answer<(S
     Ok((StatusCode::ACCEPTED, Json(app.api.build_template(wanted(media, &body)?).await?)))
 }
 
-/// Ways to say where a template comes from that this node does not know. Ignoring them would build another one.
+/// Sources of a template that this node does not know. Ignoring them would build a different one.
 const FOREIGN: [&str; 3] = ["image_ref", "dockerfile", "rootfs"];
 
 fn wanted(media: &str, body: &[u8]) -> Result<BuildTemplate> {
     let media = media.to_ascii_lowercase();
     if media.starts_with("multipart/") {
-        return Err(Error::Invalid("a template is built by its name; files cannot be sent with it".into()));
+        return Err(Error::Invalid("a template is built by its name; it takes no files".into()));
     }
-    // Some tools call every body a form.
+    // Some tools declare every body a form.
     let json = body.trim_ascii_start().first().is_none_or(|first| *first == b'{');
     let fields: serde_json::Map<String, serde_json::Value> = if media.starts_with("application/x-www-form")
         && !json
@@ -74,12 +74,14 @@ fn wanted(media: &str, body: &[u8]) -> Result<BuildTemplate> {
         extract::parse(body)?
     };
     if let Some(field) = FOREIGN.iter().find(|field| fields.contains_key(**field)) {
-        return Err(Error::Invalid(format!("{field}: this node builds only the templates it knows by name")));
+        return Err(Error::Invalid(format!(
+            "{field} is not supported: this node builds only the templates it knows by name"
+        )));
     }
     extract::parse(serde_json::Value::Object(fields).to_string().as_bytes())
 }
 
-/// A field of a form as what it is in JSON.
+/// A field of a form with its JSON type.
 fn typed(name: String, value: String) -> (String, serde_json::Value) {
     let value = match name.as_str() {
         "cpu" | "memory_mb" | "size_mb" => value.parse::<u64>().map_or(value.into(), Into::into),
@@ -93,17 +95,17 @@ fn typed(name: String, value: String) -> (String, serde_json::Value) {
     (name, value)
 }
 
-/// Builds, newest first.
+/// List builds since the node started, newest first.
 #[utoipa::path(get, path = "/v1/templates/builds", tag = "templates", operation_id = "list_builds",
-    responses((status = 200, description = "The builds", body = BuildList), Any))]
+    responses((status = 200, description = "The builds", body = BuildList), AuthErrors))]
 pub(super) async fn builds(State(app): State<App>) -> Answer<Json<BuildList>> {
     Ok(Json(BuildList { items: app.api.builds().await? }))
 }
 
-/// One build.
+/// Get a build.
 #[utoipa::path(get, path = "/v1/templates/builds/{id}", tag = "templates", operation_id = "get_build",
     params(("id" = String, Path, description = "The build")),
-    responses((status = 200, description = "The build", body = Build), Any, Named))]
+    responses((status = 200, description = "The build", body = Build), AuthErrors, NotFound))]
 pub(super) async fn get_build(State(app): State<App>, BuildPath(id): BuildPath) -> Answer<Json<Build>> {
     Ok(Json(app.api.get_build(&id).await?))
 }

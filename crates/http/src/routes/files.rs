@@ -1,11 +1,11 @@
-//! Files of a sandbox: read and written as streams of any size, and changed by small requests.
+//! Files of a sandbox.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, Query, SandboxPath},
-    responses::{Any, Asked, Guest, Named, Told},
-    upload::Upload,
+    responses::{AuthErrors, BodyErrors, GuestErrors, NotFound, QueryErrors},
+    streaming::Upload,
 };
 use axum::{
     Json,
@@ -21,7 +21,7 @@ use keiki_types::api::{FsChange, FsEntry, FsList, FsWritten};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Permission bits of the file that is read.
+/// The file's permission bits.
 const MODE: HeaderName = HeaderName::from_static("x-keiki-mode");
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
@@ -48,7 +48,7 @@ fn root() -> String {
 pub(super) struct WriteQuery {
     /// Path in the sandbox.
     path: String,
-    /// Permission bits, octal; default: those of the file that is replaced, else 0644.
+    /// Permission bits in octal; default: those of the replaced file, or 0644.
     mode: Option<String>,
 }
 
@@ -57,18 +57,18 @@ pub(super) struct WriteQuery {
 pub(super) struct DeleteQuery {
     /// Path in the sandbox.
     path: String,
-    /// Also what is inside.
+    /// Delete a directory with its contents.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     recursive: bool,
 }
 
-/// Reads a file.
+/// Read a file.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs", tag = "files", operation_id = "read_file",
     params(("id" = String, Path, description = "The sandbox"), PathQuery),
-    responses((status = 200, description = "Its bytes", body = Vec<u8>, content_type = "application/octet-stream",
-            headers(("X-Keiki-Mode" = String, description = "Permission bits, octal"))),
-        Any, Asked, Named, Guest))]
+    responses((status = 200, description = "The contents", body = Vec<u8>, content_type = "application/octet-stream",
+            headers(("X-Keiki-Mode" = String, description = "Permission bits in octal"))),
+        AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn read(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -81,7 +81,7 @@ pub(super) async fn read(
 async fn contents(file: Reading) -> Result<Response> {
     let Reading { size, mode, mut chunks } = file;
     let mut size = Some(size);
-    // Some files say that they are empty and are not: /proc, /sys. Their length is known at their end only.
+    // Files in /proc and /sys claim to be empty. Their length is known only at their end.
     if size == Some(0)
         && let Some(first) = chunks.next().await.transpose()?
     {
@@ -101,8 +101,8 @@ async fn contents(file: Reading) -> Result<Response> {
     Ok(response)
 }
 
-/// As many bytes as were announced: a file that grows meanwhile is cut there, one that shrinks is an error, so
-/// that the client does not take a part for the whole.
+/// Exactly the announced number of bytes: a file that grows meanwhile is cut, one that shrinks is an error, so that the
+/// client does not take a part for the whole.
 fn exactly(
     size: u64,
     chunks: impl Stream<Item = Result<Bytes>> + Send + Unpin,
@@ -118,16 +118,16 @@ fn exactly(
             Some(Err(error)) => error,
             None => Error::Conflict("the file shrank while it was read".into()),
         };
-        tracing::warn!("a file stopped in the middle: {}", super::errors::sentence(&next));
+        tracing::warn!("reading a file failed halfway: {}", crate::errors::sentence(&next));
         Some((Err(next), (None, chunks)))
     })
 }
 
-/// Writes a file, its missing parents too. The old file stays until the new one is whole.
+/// Write a file, with its missing parent directories. The old file stays until the new one is complete.
 #[utoipa::path(put, path = "/v1/sandboxes/{id}/fs", tag = "files", operation_id = "write_file",
     params(("id" = String, Path, description = "The sandbox"), WriteQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 200, description = "Written", body = FsWritten), Any, Asked, Named, Guest))]
+    responses((status = 200, description = "The number of bytes written", body = FsWritten), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn write(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -142,14 +142,14 @@ pub(super) async fn write(
         app.api.write_file(id, &path, mode, body.chunks()).await
     };
     let written = written.await;
-    let bytes = body.settle(written)?;
+    let bytes = body.finish(written)?;
     Ok(Json(FsWritten { path, bytes }))
 }
 
-/// Removes a file, or a directory.
+/// Delete a file or a directory.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}/fs", tag = "files", operation_id = "delete_file",
     params(("id" = String, Path, description = "The sandbox"), DeleteQuery),
-    responses((status = 204, description = "Gone"), Any, Asked, Named, Guest))]
+    responses((status = 204, description = "Deleted"), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn delete(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -160,10 +160,10 @@ pub(super) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// What is in a directory.
+/// List a directory.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/dir", tag = "files", operation_id = "list_dir",
     params(("id" = String, Path, description = "The sandbox"), DirQuery),
-    responses((status = 200, description = "Its entries", body = FsList), Any, Asked, Named, Guest))]
+    responses((status = 200, description = "The entries", body = FsList), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn list(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -173,10 +173,10 @@ pub(super) async fn list(
     Ok(Json(FsList { entries: app.api.list_dir(id, &query.path).await? }))
 }
 
-/// What a path is. A missing one is a 404.
+/// Get the type, size, mode and times of a path, without following a symlink.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/stat", tag = "files", operation_id = "stat",
     params(("id" = String, Path, description = "The sandbox"), PathQuery),
-    responses((status = 200, description = "What it is", body = FsEntry), Any, Asked, Named, Guest))]
+    responses((status = 200, description = "The entry", body = FsEntry), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn stat(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -186,13 +186,13 @@ pub(super) async fn stat(
     Ok(Json(app.api.stat(id, &query.path).await?))
 }
 
-/// A handler of a change: which fields it needs is `$needs`.
+/// A handler of a change; `$needs` are the optional fields that it requires.
 macro_rules! change {
     ($(#[$doc:meta])* $name:ident, $path:literal, [$($needs:ident),*]) => {
         $(#[$doc])*
         #[utoipa::path(post, path = $path, tag = "files", operation_id = stringify!($name),
             params(("id" = String, Path, description = "The sandbox")), request_body = FsChange,
-            responses((status = 204, description = "Done"), Any, Told, Named, Guest))]
+            responses((status = 204, description = "Done"), AuthErrors, BodyErrors, NotFound, GuestErrors))]
         pub(super) async fn $name(
             State(app): State<App>,
             SandboxPath(id): SandboxPath,
@@ -200,7 +200,7 @@ macro_rules! change {
         ) -> Answer<StatusCode> {
             check_change(&change)?;
             $(if change.$needs.is_none() {
-                return Err(Error::Invalid(concat!(stringify!($needs), " is missing").into()).into());
+                return Err(Error::Invalid(concat!(stringify!($needs), " is required").into()).into());
             })*
             app.api.$name(id, change).await?;
             Ok(StatusCode::NO_CONTENT)
@@ -209,23 +209,23 @@ macro_rules! change {
 }
 
 change!(
-    /// Makes a directory.
+/// Make a directory.
     mkdir, "/v1/sandboxes/{id}/fs/mkdir", []
 );
 change!(
-    /// Renames `from` to `path`.
+/// Rename `from` to `path`.
     rename, "/v1/sandboxes/{id}/fs/rename", [from]
 );
 change!(
-    /// Removes a file, or a directory.
+    /// Delete a file or a directory.
     remove, "/v1/sandboxes/{id}/fs/remove", []
 );
 change!(
-    /// Sets permission bits.
+/// Set permission bits.
     chmod, "/v1/sandboxes/{id}/fs/chmod", [mode]
 );
 change!(
-    /// Makes a symlink at `path` that points to `target`.
+/// Make a symlink at `path` that points to `target`.
     symlink, "/v1/sandboxes/{id}/fs/symlink", [target]
 );
 
@@ -249,7 +249,7 @@ pub(super) fn check_path(field: &str, path: &str) -> Result<()> {
 fn octal(text: &str) -> Result<u32> {
     let digits = (1..=5).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_digit());
     u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777).ok_or_else(|| {
-        Error::Invalid(format!("mode is {text:?}; it must be octal permission bits such as 0755"))
+        Error::Invalid(format!("mode must be octal permission bits such as 0755, not {text:?}"))
     })
 }
 
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(octal("7").ok(), Some(7));
         assert_eq!(octal("04755").ok(), Some(0o4755));
         for bad in ["", "8", "-1", "+7", "0o755", "17777", "777777", "rwx"] {
-            assert!(octal(bad).unwrap_err().to_string().starts_with("mode is"), "{bad}");
+            assert!(octal(bad).unwrap_err().to_string().starts_with("mode must be octal"), "{bad}");
         }
     }
 

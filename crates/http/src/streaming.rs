@@ -1,4 +1,4 @@
-//! Bodies of any size that are passed on as they come.
+//! Request bodies of any size, passed on as they arrive.
 
 use super::extract;
 use axum::{body::BodyDataStream, extract::Request};
@@ -8,12 +8,12 @@ use keiki_api::{Error, Result};
 use std::{sync::Arc, time::Duration};
 use tokio::sync::Mutex;
 
-/// After a refused upload: how much of it is still read, so that the client gets to see the refusal.
+/// Bytes of a refused upload that are still read, so that the client sees the refusal.
 const DRAIN_BYTES: usize = 64 << 20;
-/// And for how long.
+/// For at most this long.
 const DRAIN_TIME: Duration = Duration::from_secs(5);
 
-/// A body that is being passed on, and still ours if that fails.
+/// A body that is being passed on, and can be drained if that fails.
 #[derive(Clone)]
 pub(super) struct Upload {
     body: Arc<Mutex<BodyDataStream>>,
@@ -27,7 +27,7 @@ impl Upload {
         Self { body: Arc::new(Mutex::new(body.into_data_stream())), length }
     }
 
-    /// Its chunks. It ends without an error only if all that was announced has come.
+    /// Its chunks. The stream ends without an error only if everything announced has arrived.
     pub(super) fn chunks(&self) -> BoxStream<'static, Result<Bytes>> {
         let chunks = stream::unfold(Some((self.clone(), 0)), |state| async move {
             let (upload, got) = state?;
@@ -39,7 +39,7 @@ impl Upload {
                 }
                 Some(Err(error)) => Some((Err(error), None)),
                 None if upload.length.is_some_and(|length| length != got) => {
-                    Some((Err(Error::Invalid("the request body ended before its end".into())), None))
+                    Some((Err(Error::Invalid("the request body ended early".into())), None))
                 }
                 None => None,
             }
@@ -47,15 +47,15 @@ impl Upload {
         chunks.boxed()
     }
 
-    /// What came of it. After a failure the rest of the body is read for a while, beside the answer.
-    pub(super) fn settle<T>(self, done: Result<T>) -> Result<T> {
+    /// The result. After a failure, the rest of the body is read for a while, beside the answer.
+    pub(super) fn finish<T>(self, done: Result<T>) -> Result<T> {
         if done.is_err() {
             tokio::spawn(async move { self.drain().await });
         }
         done
     }
 
-    /// Reads on for a while: a client in the middle of sending would see a reset before it has read the answer.
+    /// Reads on for a while: otherwise a client in the middle of sending would see a reset before the answer.
     async fn drain(&self) {
         let read = async {
             let mut body = self.body.lock().await;
@@ -65,7 +65,7 @@ impl Upload {
                 left = rest;
             }
         };
-        // Past the time the client is cut off.
+        // After that the client is cut off.
         let _ = tokio::time::timeout(DRAIN_TIME, read).await;
     }
 }

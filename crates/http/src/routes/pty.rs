@@ -2,19 +2,18 @@
 //!
 //! Binary frames are bytes, both ways. Text frames are JSON: from the client `{"resize":{"cols":c,"rows":r}}`,
 //! `{"signal":n}`, `{"eof":true}` or `{"detach":true}`; from the node `{"error":"…"}`, and last `{"exit_code":n}` or
-//! `{"detached":true}`. Input and output run side by side, so that a program that reads nothing does not stop what
-//! it writes. Whoever ends first ends both. A client that leaves without a word ends the command, unless it asked to
-//! `keep` it or had come to one that ran already.
+//! `{"detached":true}`. Input and output run side by side, so that a program that reads nothing can still write. When one
+//! ends, so does the other. A client that disconnects without `detach` ends the command, unless it asked to `keep` it or
+//! attached to a running one.
 
-use super::{
-    App,
-    alive::{DEAD_AFTER, pings},
-    errors,
+use super::exec::EXEC;
+use crate::{
+    App, errors,
     errors::Answer,
-    exec::EXEC,
     extract::{self, ExecPath, Query, SandboxPath},
-    responses::{Any, Asked, Guest, Named},
+    responses::{AuthErrors, GuestErrors, NotFound, QueryErrors},
     sse,
+    websocket::{DEAD_AFTER, pings},
 };
 use axum::{
     extract::{
@@ -37,7 +36,7 @@ use utoipa::IntoParams;
 
 /// Largest message of a client.
 const LARGEST: usize = 1 << 20;
-/// What is run where nothing is asked for.
+/// The default command.
 const SHELL: &str = r#"exec "$(command -v bash || command -v sh)" -l"#;
 
 #[derive(Deserialize, IntoParams)]
@@ -47,13 +46,13 @@ pub(super) struct PtyQuery {
     cols: Option<u32>,
     /// Rows, 1 to 1000; default 24.
     rows: Option<u32>,
-    /// A line for the shell; default a login shell.
+    /// A shell command line; default: a login shell.
     cmd: Option<String>,
-    /// Working directory; default the user's home.
+    /// Working directory; default: the user's home.
     cwd: Option<String>,
-    /// User name or `uid[:gid]`; default root.
+    /// User name or `uid[:gid]`; default: root.
     user: Option<String>,
-    /// Let the command go on when the connection is lost: it can be attached to again.
+    /// Keep the command running when the connection is lost, so that a client can attach again.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     keep: bool,
@@ -62,21 +61,21 @@ pub(super) struct PtyQuery {
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AttachQuery {
-    /// Bytes of output to pass over.
+    /// Bytes of output to skip.
     offset: Option<u64>,
-    /// Instead: so many bytes before the end; default 65536.
+    /// Instead of `offset`: start this many bytes before the end; default 65536.
     tail: Option<u64>,
 }
 
-/// Enough to see what was on the screen.
+/// Enough to redraw a screen.
 const DEFAULT_TAIL: u64 = 64 << 10;
 
-/// Runs a command in a terminal, over a WebSocket. Binary frames are its input and output. Text frames are JSON:
+/// Run a command in a terminal, over a WebSocket. Binary frames are its input and output. Text frames are JSON:
 /// `{"resize":{"cols":c,"rows":r}}`, `{"signal":n}`, `{"eof":true}` and `{"detach":true}` from the client, `{"error":"…"}` and
-/// last `{"exit_code":n}` or `{"detached":true}` from the node. The header `X-Keiki-Exec` of the answer names the command.
+/// finally `{"exit_code":n}` or `{"detached":true}` from the node. The answer's header `X-Keiki-Exec` is the command's id.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/exec/pty", tag = "exec", operation_id = "exec_pty",
     params(("id" = String, Path, description = "The sandbox"), PtyQuery),
-    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+    responses((status = 101, description = "The terminal"), AuthErrors, QueryErrors, NotFound, GuestErrors,
         (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
 pub(super) async fn open(
     State(app): State<App>,
@@ -98,12 +97,12 @@ pub(super) async fn open(
     Ok(upgraded(upgrade, session, app))
 }
 
-/// Comes back to a command on its terminal, over a WebSocket that is like that of `exec/pty`. Whoever was there until
-/// now is told so and leaves. Leaving does not end the command.
+/// Attach to the terminal of a running command, over a WebSocket as for `exec/pty`. The previous client is told and
+/// disconnected. Disconnecting does not end the command.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/pty", tag = "exec", operation_id = "attach_pty",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
         AttachQuery),
-    responses((status = 101, description = "The terminal"), Any, Asked, Named, Guest,
+    responses((status = 101, description = "The terminal"), AuthErrors, QueryErrors, NotFound, GuestErrors,
         (status = 426, description = "Not a WebSocket request", body = ErrorBody)))]
 pub(super) async fn attach(
     State(app): State<App>,
@@ -139,7 +138,7 @@ async fn serve(socket: WebSocket, session: Session, app: App) {
         () = app.closing.cancelled() => false,
     };
     if left {
-        // A client that is gone already does not miss it.
+        // The client may be gone already.
         let _ = to_client.send(Message::Text(r#"{"detached":true}"#.into())).await;
         let _ = to_client.close().await;
     }
@@ -174,7 +173,7 @@ async fn output(
             }
             Some(Ok(ExecEvent::Exit { code, message, .. })) => {
                 if !message.is_empty() {
-                    // A client that has left does not miss it.
+                    // The client may be gone.
                     let _ = client.send(Message::Binary(format!("{message}\r\n").into())).await;
                 }
                 let exit = sse::ascii_json(&Exit { exit_code: code });
@@ -196,7 +195,7 @@ fn complaint(error: &Error) -> Message {
     Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error), console: None }).into())
 }
 
-/// What a client's text frame asks for.
+/// A text frame of a client.
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Wish {
@@ -206,7 +205,7 @@ enum Wish {
     Detach(bool),
 }
 
-/// Carries what the client sends. True: it leaves, and the command goes on.
+/// Passes on what the client sends. True: the client detached.
 async fn input(mut client: SplitStream<WebSocket>, control: Arc<dyn Control>) -> bool {
     while let Ok(Some(Ok(message))) = tokio::time::timeout(DEAD_AFTER, client.next()).await {
         let done = match message {
@@ -226,7 +225,7 @@ async fn input(mut client: SplitStream<WebSocket>, control: Arc<dyn Control>) ->
             Message::Close(_) => return false,
         };
         if let Err(error) = done {
-            // Nonsense, or the command does not take input any more: its output may go on.
+            // An invalid frame, or the command takes no more input: its output may go on.
             tracing::debug!("a terminal's input was dropped: {error}");
         }
     }

@@ -1,13 +1,13 @@
-//! Whole trees: as tar streams, and watched.
+//! Whole file trees: as tar streams, and watched.
 
-use super::{
+use super::files::{PathQuery, check_path};
+use crate::{
     App,
     errors::Answer,
     extract::{self, Query, SandboxPath},
-    files::{PathQuery, check_path},
-    responses::{Any, Asked, Guest, Named},
+    responses::{AuthErrors, GuestErrors, NotFound, QueryErrors},
     sse,
-    upload::Upload,
+    streaming::Upload,
 };
 use axum::{
     Json,
@@ -16,10 +16,9 @@ use axum::{
     http::header,
     response::{IntoResponse, Response},
 };
-use bytes::Bytes;
-use futures::{Stream, StreamExt, stream, stream::BoxStream};
-use keiki_api::{Result, Unpacking};
-use keiki_types::api::{FsEvent, FsUnpacked};
+use futures::StreamExt;
+use keiki_api::Unpacking;
+use keiki_types::api::FsUnpacked;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -28,7 +27,7 @@ use utoipa::IntoParams;
 pub(super) struct UnpackQuery {
     /// A directory in the sandbox.
     path: String,
-    /// Take owners over by their numbers; else all is root's.
+    /// Keep numeric owners; otherwise everything belongs to root.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     owners: bool,
@@ -43,18 +42,18 @@ pub(super) struct UnpackQuery {
 pub(super) struct WatchQuery {
     /// Path in the sandbox.
     path: String,
-    /// Also everything below.
+    /// Watch everything below, too.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     recursive: bool,
 }
 
-/// A file or directory as a tar stream, its last name on top: modes, owners, times, links, holes. An archive that could
-/// not be finished ends with a broken body.
+/// Download a file or directory as a tar stream with its last name on top: modes, owners, times, links, holes. If the
+/// archive cannot be finished, the body breaks off.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/archive", tag = "files", operation_id = "read_archive",
     params(("id" = String, Path, description = "The sandbox"), PathQuery),
     responses((status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar"),
-        Any, Asked, Named, Guest))]
+        AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn pack(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -63,18 +62,18 @@ pub(super) async fn pack(
     check_path("path", &query.path)?;
     let chunks = app.api.pack(id, &query.path).await?.inspect(|chunk| {
         if let Err(error) = chunk {
-            tracing::warn!("an archive stopped in the middle: {}", super::errors::sentence(error));
+            tracing::warn!("an archive broke off: {}", crate::errors::sentence(error));
         }
     });
     Ok(([(header::CONTENT_TYPE, "application/x-tar")], Body::from_stream(chunks)).into_response())
 }
 
-/// Unpacks a tar stream into a directory. Files of the same name are replaced, directories are joined. An archive that
-/// leads out of the directory, holds devices or does not fit is refused, and nothing of it is left.
+/// Unpack a tar stream into a directory. Files of the same name are replaced, directories are merged. An archive that
+/// leads out of the directory, contains devices or does not fit is refused and leaves nothing behind.
 #[utoipa::path(put, path = "/v1/sandboxes/{id}/archive", tag = "files", operation_id = "write_archive",
     params(("id" = String, Path, description = "The sandbox"), UnpackQuery),
     request_body(content = Vec<u8>, content_type = "application/x-tar"),
-    responses((status = 200, description = "Unpacked", body = FsUnpacked), Any, Asked, Named, Guest))]
+    responses((status = 200, description = "What was unpacked", body = FsUnpacked), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn unpack(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -88,15 +87,15 @@ pub(super) async fn unpack(
         app.api.unpack(id, &query.path, how, body.chunks()).await
     };
     let unpacked = unpacked.await;
-    Ok(Json(body.settle(unpacked)?))
+    Ok(Json(body.finish(unpacked)?))
 }
 
-/// What changes at or below a path, as events named by their kind. The first is `ready`; `overflow` says that some are
-/// missing. The stream ends when what is watched is gone.
+/// Watch a path for changes, as events named after their kind. The first is `ready`; `overflow` means that some are missing.
+/// The stream ends when the watched path is gone.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/watch", tag = "files", operation_id = "watch",
     params(("id" = String, Path, description = "The sandbox"), WatchQuery),
     responses((status = 200, description = "The changes", body = sse::ServerSentEvent, content_type = "text/event-stream"),
-        Any, Asked, Named, Guest))]
+        AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn watch(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -104,18 +103,9 @@ pub(super) async fn watch(
 ) -> Answer<Response> {
     check_path("path", &query.path)?;
     let events = app.api.watch(id, &query.path, query.recursive).await?;
-    let closing = app.closing.clone();
-    Ok(sse::response(frames(events).take_until(closing.cancelled_owned())))
-}
-
-fn frames(events: BoxStream<'static, Result<FsEvent>>) -> impl Stream<Item = Bytes> + Send {
-    stream::unfold(events, |mut events| async {
-        let frame = match tokio::time::timeout(sse::PING_EVERY, events.next()).await {
-            Err(_) => sse::PING,
-            Ok(Some(Ok(event))) => sse::event(&event.kind.clone(), &event).into(),
-            Ok(Some(Err(error))) => sse::error(&error).into(),
-            Ok(None) => return None,
-        };
-        Some((frame, events))
-    })
+    let events = events.map(|event| match event {
+        Ok(event) => sse::event(&event.kind, &event),
+        Err(error) => sse::error(&error),
+    });
+    Ok(sse::response(events.take_until(app.closing.cancelled_owned())))
 }

@@ -1,18 +1,16 @@
 //! A TCP connection to a port of a sandbox, over a WebSocket.
 //!
-//! Binary frames are bytes, both ways. The text frame `{"eof":true}` ends its sender's direction only, as a
-//! half-closed TCP connection does; when both have ended the node closes. A connection that was reset ends with
-//! `{"error":"…"}`; a client that leaves without `eof` resets it. A slow reader holds the other side up, nobody
-//! else.
+//! Binary frames are bytes, both ways. The text frame `{"eof":true}` ends its sender's direction only, like a half-closed
+//! TCP connection; when both have ended the node closes. A connection that was reset ends with `{"error":"…"}`; a client
+//! that disconnects without `eof` resets it. A slow reader holds up only the other side of its connection.
 
-use super::{
-    App,
-    alive::{DEAD_AFTER, PING_EVERY, pings},
-    errors,
+use crate::{
+    App, errors,
     errors::Answer,
     extract::{PortPath, SandboxPath},
-    responses::{Any, Asked, Guest, Named},
+    responses::{AuthErrors, GuestErrors, NotFound, QueryErrors},
     sse,
+    websocket::{DEAD_AFTER, PING_EVERY, pings},
 };
 use axum::{
     extract::{
@@ -35,16 +33,16 @@ use tracing::Instrument;
 
 /// Largest message of a client.
 const LARGEST: usize = 1 << 20;
-/// Bytes of one message of ours.
+/// Bytes in one message to the client.
 const PIECE: usize = 32 << 10;
 
-/// Connects to a TCP port inside the sandbox, over a WebSocket. Binary frames are bytes, both ways; the text frame
+/// Connect to a TCP port in the sandbox, over a WebSocket. Binary frames are bytes, both ways; the text frame
 /// `{"eof":true}` ends its sender's direction. Wakes a hibernated sandbox.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/tcp/{port}", tag = "streams", operation_id = "tcp",
     params(("id" = String, Path, description = "The sandbox"), ("port" = u16, Path, description = "1 to 65535")),
-    responses((status = 101, description = "The connection"), Any, Asked, Named, Guest,
+    responses((status = 101, description = "The connection"), AuthErrors, QueryErrors, NotFound, GuestErrors,
         (status = 426, description = "Not a WebSocket request", body = ErrorBody),
-        (status = 502, description = "Nothing listens on that port", body = ErrorBody)))]
+        (status = 502, description = "The port has no listener", body = ErrorBody)))]
 pub(super) async fn tcp(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -63,10 +61,10 @@ async fn serve(socket: WebSocket, dialed: Dialed, app: App) {
     let ended = Ended::default();
     let both = async { tokio::try_join!(inward(messages, to, &ended), outward(from, client, &ended)) };
     tokio::select! {
-        // Whoever was cut off has been told; what is left is dropped, and that resets the other side.
-        _ = both => {}
-        () = app.closing.cancelled() => {}
-    }
+    // The side that was cut off knows it; dropping the rest resets the other one.
+            _ = both => {}
+            () = app.closing.cancelled() => {}
+        }
 }
 
 /// One side is gone.
@@ -91,7 +89,7 @@ async fn inward(
     ended: &Ended,
 ) -> Result<(), Cut> {
     let is_over = || ended.inward.is_cancelled();
-    // On to the end of the other direction: probes are answered here.
+    // Reads on until the other direction has ended: pings are answered here.
     loop {
         let next = tokio::select! {
             next = tokio::time::timeout(DEAD_AFTER, messages.next()) => next.map_err(|_| Cut)?,
@@ -117,7 +115,7 @@ async fn outward(
     mut client: SplitSink<WebSocket, Message>,
     ended: &Ended,
 ) -> Result<(), Cut> {
-    // Whatever is sent: a client that only receives is alive by its answers.
+    // Pings even while data flows: a client that only receives shows by its answers that it is alive.
     let mut pings = pings();
     loop {
         let mut data = Vec::with_capacity(PIECE);
@@ -143,7 +141,7 @@ async fn outward(
     }
     client.send(Message::Text(r#"{"eof":true}"#.into())).await.map_err(|_| Cut)?;
     ended.outward.cancel();
-    // The other direction may go on for long.
+    // The other direction may take long.
     while tokio::time::timeout(PING_EVERY, ended.inward.cancelled()).await.is_err() {
         client.send(Message::Ping(Bytes::new())).await.map_err(|_| Cut)?;
     }

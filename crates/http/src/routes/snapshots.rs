@@ -1,22 +1,22 @@
 //! Snapshots.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, Query, SandboxPath, SnapshotPath},
-    once::RequestKey,
-    responses::{Any, Asked, Keyed, Named, Stateful},
+    idempotency::RequestKey,
+    responses::{AuthErrors, Conflict, IdempotencyErrors, NotFound, QueryErrors},
 };
 use axum::{Json, extract::State, http::StatusCode};
 use keiki_types::api::{ErrorBody, Snapshot, SnapshotList};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Snapshots a sandbox. It goes on; the snapshot is durable when this answers.
+/// Take a snapshot of a sandbox, which goes on. The snapshot is durable when this answers.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", operation_id = "take_snapshot",
     params(("id" = String, Path, description = "The sandbox"),
         RequestKey),
-    responses((status = 201, description = "The snapshot", body = Snapshot), Any, Named, Stateful, Keyed,
+    responses((status = 201, description = "The snapshot", body = Snapshot), AuthErrors, NotFound, Conflict, IdempotencyErrors,
         (status = 503, description = "Try again after `Retry-After` seconds", body = ErrorBody),
         (status = 504, description = "The guest took too long", body = ErrorBody),
         (status = 507, description = "Not enough disk; nothing was made", body = ErrorBody)))]
@@ -31,15 +31,15 @@ pub(super) async fn take(
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct OfQuery {
-    /// Only those taken of this sandbox.
+    /// Only snapshots of this sandbox.
     sandbox_id: Option<String>,
 }
 
-/// Snapshots, newest first.
+/// List snapshots, newest first.
 #[utoipa::path(get, path = "/v1/snapshots", tag = "snapshots", operation_id = "list_snapshots", params(OfQuery),
-    responses((status = 200, description = "The snapshots", body = SnapshotList), Any, Asked,))]
+    responses((status = 200, description = "The snapshots", body = SnapshotList), AuthErrors, QueryErrors))]
 pub(super) async fn list(State(app): State<App>, Query(query): Query<OfQuery>) -> Answer<Json<SnapshotList>> {
-    // No snapshot is of something that cannot be a sandbox.
+    // A text that is not an id has no snapshots.
     let of = match query.sandbox_id.as_deref().map(extract::sandbox_id) {
         Some(Err(_)) => return Ok(Json(SnapshotList { snapshots: Vec::new() })),
         Some(Ok(id)) => Some(id),
@@ -48,18 +48,18 @@ pub(super) async fn list(State(app): State<App>, Query(query): Query<OfQuery>) -
     Ok(Json(SnapshotList { snapshots: app.api.snapshots(of).await? }))
 }
 
-/// One snapshot.
+/// Get a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{id}", tag = "snapshots", operation_id = "get_snapshot",
     params(("id" = String, Path, description = "The snapshot")),
-    responses((status = 200, description = "The snapshot", body = Snapshot), Any, Named))]
+    responses((status = 200, description = "The snapshot", body = Snapshot), AuthErrors, NotFound))]
 pub(super) async fn get(State(app): State<App>, SnapshotPath(id): SnapshotPath) -> Answer<Json<Snapshot>> {
     Ok(Json(app.api.get_snapshot(id).await?))
 }
 
-/// Deletes a snapshot. What was restored from it stays.
+/// Delete a snapshot. Sandboxes restored from it stay.
 #[utoipa::path(delete, path = "/v1/snapshots/{id}", tag = "snapshots", operation_id = "delete_snapshot",
     params(("id" = String, Path, description = "The snapshot")),
-    responses((status = 204, description = "Gone"), Any, Named, Stateful))]
+    responses((status = 204, description = "Deleted"), AuthErrors, NotFound, Conflict))]
 pub(super) async fn delete(State(app): State<App>, SnapshotPath(id): SnapshotPath) -> Answer<StatusCode> {
     app.api.delete_snapshot(id).await?;
     Ok(StatusCode::NO_CONTENT)

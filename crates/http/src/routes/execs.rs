@@ -1,13 +1,13 @@
-//! Commands that go on without their caller: started, listed, read again, written to, signalled, ended.
+//! Commands that outlive their caller.
 
-use super::{
+use super::exec;
+use crate::{
     App,
     errors::{self, Answer},
-    exec,
     extract::{self, ExecPath, LARGE, Query, SandboxPath},
-    responses::{Any, Asked, Guest, Named, Told},
+    responses::{AuthErrors, BodyErrors, GuestErrors, NotFound, QueryErrors},
     sse,
-    upload::Upload,
+    streaming::Upload,
 };
 use axum::{
     Json,
@@ -20,33 +20,33 @@ use keiki_types::api::execs::{Exec, ExecList, InputTaken, SignalExec, StartExec}
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Sent by a client that lost an event stream: the id of the last event it got.
+/// A client that lost its stream sends the id of the last event it saw.
 const LAST_EVENT: &str = "last-event-id";
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct FromQuery {
-    /// Bytes of standard output to pass over.
+    /// Bytes of standard output to skip.
     stdout_offset: Option<u64>,
-    /// Bytes of standard error to pass over.
+    /// Bytes of standard error to skip.
     stderr_offset: Option<u64>,
-    /// Instead: so many bytes before the end of each.
+    /// Instead of offsets: start this many bytes before the end of each stream.
     tail: Option<u64>,
 }
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct InputQuery {
-    /// End the input after this.
+    /// End the input after these bytes.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     eof: bool,
 }
 
-/// Starts a command that goes on without its caller.
+/// Start a command that outlives its caller.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/execs", tag = "exec", operation_id = "start_exec",
     params(("id" = String, Path, description = "The sandbox")), request_body = StartExec,
-    responses((status = 201, description = "It runs", body = Exec), Any, Told, Named, Guest))]
+    responses((status = 201, description = "The command, running", body = Exec), AuthErrors, BodyErrors, NotFound, GuestErrors))]
 pub(super) async fn start(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -55,18 +55,18 @@ pub(super) async fn start(
     Ok((StatusCode::CREATED, Json(app.api.start_exec(id, request).await?)))
 }
 
-/// All commands of the sandbox that run, and those that ended lately, oldest first.
+/// List running and recently ended commands, oldest first.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs", tag = "exec", operation_id = "list_execs",
     params(("id" = String, Path, description = "The sandbox")),
-    responses((status = 200, description = "Its commands", body = ExecList), Any, Named, Guest))]
+    responses((status = 200, description = "The commands", body = ExecList), AuthErrors, NotFound, GuestErrors))]
 pub(super) async fn list(State(app): State<App>, SandboxPath(id): SandboxPath) -> Answer<Json<ExecList>> {
     Ok(Json(ExecList { items: app.api.execs(id).await? }))
 }
 
-/// One command.
+/// Get a command.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}", tag = "exec", operation_id = "get_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
-    responses((status = 200, description = "The command", body = Exec), Any, Named, Guest))]
+    responses((status = 200, description = "The command", body = Exec), AuthErrors, NotFound, GuestErrors))]
 pub(super) async fn get(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -75,10 +75,10 @@ pub(super) async fn get(
     Ok(Json(app.api.get_exec(id, &exec).await?))
 }
 
-/// Kills what still runs of a command and forgets it.
+/// Kill a command and forget it.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}/execs/{exec}", tag = "exec", operation_id = "delete_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
-    responses((status = 204, description = "Gone"), Any, Named, Guest))]
+    responses((status = 204, description = "Deleted"), AuthErrors, NotFound, GuestErrors))]
 pub(super) async fn delete(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -88,13 +88,13 @@ pub(super) async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Reads a command: what it wrote from the offsets on, then what comes, at last its exit. Events are those of
-/// `exec/stream`, with `offset`; their ids are taken back as `Last-Event-ID`. Leaving does not end the command.
+/// Read a command's output from the given offsets on, then its exit. Events are as for `exec/stream`, with `offset` and an
+/// id to resume from (`Last-Event-ID`). Disconnecting does not end the command.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/stream", tag = "exec", operation_id = "attach_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
         FromQuery),
-    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
-        Any, Asked, Named, Guest))]
+    responses((status = 200, description = "Events of the command", body = sse::ServerSentEvent, content_type = "text/event-stream"),
+        AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn attach(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -119,15 +119,18 @@ pub(super) async fn attach(
 fn event_id(text: &str) -> Result<[u64; 2]> {
     let both = text.split_once('-').and_then(|(out, err)| Some([out.parse().ok()?, err.parse().ok()?]));
     both.ok_or_else(|| {
-        Error::Invalid(format!("Last-Event-ID must be the id of an event, not {:?}", errors::shown(text)))
+        Error::Invalid(format!(
+            "Last-Event-ID must be the id of an event of this stream, not {:?}",
+            errors::shown(text)
+        ))
     })
 }
 
-/// Sends a signal to every process of a command.
+/// Send a signal to every process of a command.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/execs/{exec}/signal", tag = "exec", operation_id = "signal_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command")),
     request_body = SignalExec,
-    responses((status = 204, description = "Sent"), Any, Told, Named, Guest))]
+    responses((status = 204, description = "Sent"), AuthErrors, BodyErrors, NotFound, GuestErrors))]
 pub(super) async fn signal(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -138,12 +141,12 @@ pub(super) async fn signal(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Writes to a command's standard input, or its terminal. Answers when all was taken.
+/// Write to a command's standard input or terminal. Answers when the guest has taken all bytes.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/execs/{exec}/stdin", tag = "exec", operation_id = "write_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
         InputQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
-    responses((status = 200, description = "Taken", body = InputTaken), Any, Asked, Named, Guest))]
+    responses((status = 200, description = "The number of bytes written", body = InputTaken), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn stdin(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -153,7 +156,7 @@ pub(super) async fn stdin(
 ) -> Answer<Json<InputTaken>> {
     let body = Upload::of(request);
     let taken = app.api.write_exec(id, &exec, body.chunks(), query.eof).await;
-    Ok(Json(InputTaken { bytes: body.settle(taken)? }))
+    Ok(Json(InputTaken { bytes: body.finish(taken)? }))
 }
 
 #[cfg(test)]

@@ -1,36 +1,38 @@
-//! Logs: the guest's console, and what a template build says.
+//! Logs: a guest's console, and the log of a template build.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, BuildPath, Query, SandboxPath},
-    responses::{Any, Asked, Named},
+    responses::{AuthErrors, NotFound, QueryErrors},
     sse,
 };
 use axum::{
     extract::State,
     http::header,
-    response::{IntoResponse, Response},
+    response::{IntoResponse, Response, sse::Event},
 };
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream};
+use futures::{
+    Stream, StreamExt,
+    stream::{self, BoxStream},
+};
 use keiki_types::SandboxId;
 use serde::Deserialize;
 use std::{collections::VecDeque, time::Duration};
-use tokio::time::Instant;
 use utoipa::{IntoParams, ToSchema};
 
-/// How much of the console is shown.
+/// Bytes of the console in one answer.
 const SHOWN: usize = 1 << 20;
-/// How much of it is looked at again while it is followed.
+/// Bytes of the console that are read again while it is followed.
 const WATCHED: usize = 256 << 10;
-/// How often that is.
+/// Interval of these reads.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// A line is cut here, so that a console without line ends is sent too.
+/// A longer line is cut, so that output without line ends is sent, too.
 const LONGEST_LINE: usize = 16 << 10;
-/// As much of the end of what was seen finds the place in what is seen next.
+/// Bytes at the end of one read that locate it in the next.
 const ANCHOR: usize = 512;
-/// A build's log that says nothing for so long has no more for now.
+/// A build's log that is silent for this long has no more lines for now.
 const QUIET: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
@@ -45,22 +47,22 @@ enum Which {
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct LogsQuery {
-    /// The console is on `stdout`; `stderr` is empty.
+    /// The console is `stdout`; `stderr` is empty.
     #[serde(default)]
     #[param(inline, required = false)]
     stream: Which,
-    /// Go on with what comes, as server-sent events `{"line": "…"}`.
+    /// Keep sending new lines, as server-sent events `{"line": "…"}`.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     follow: bool,
 }
 
-/// The guest's console.
+/// Get or follow a sandbox's console.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/logs", tag = "sandboxes", operation_id = "console",
     params(("id" = String, Path, description = "The sandbox"), LogsQuery),
-    responses((status = 200, description = "Its end; or events, with `follow`", content(
+    responses((status = 200, description = "The end of the console; with `follow`, events", content(
             (String = "text/plain"), (sse::ServerSentEvent = "text/event-stream"))),
-        Any, Asked, Named))]
+        AuthErrors, QueryErrors, NotFound))]
 pub(super) async fn console(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -72,19 +74,19 @@ pub(super) async fn console(
         let text = String::from_utf8_lossy(&shown).into_owned();
         return Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response());
     }
-    let closing = app.closing.clone().cancelled_owned();
     if stream == Which::Stderr {
         return Ok(sse::response(stream::empty()));
     }
-    Ok(sse::response(followed(app, id, shown).take_until(Box::pin(closing))))
+    let closing = app.closing.clone().cancelled_owned();
+    Ok(sse::response(followed(app, id, shown).take_until(closing)))
 }
 
-/// A console that is followed. The node shows its end; what is new in it is found by where the end seen last is.
+/// A console that is followed: each read returns its end, and new is what comes after the end of the last read.
 #[derive(Default)]
 struct Tail {
     seen: Bytes,
     partial: Vec<u8>,
-    lines: VecDeque<Bytes>,
+    lines: VecDeque<String>,
 }
 
 #[derive(serde::Serialize)]
@@ -109,38 +111,33 @@ impl Tail {
     fn end_line(&mut self) {
         let line = std::mem::take(&mut self.partial);
         let line = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(&line));
-        let frame = format!("data: {}\n\n", sse::ascii_json(&Line { line: &line }));
-        self.lines.push_back(frame.into());
+        self.lines.push_back(sse::ascii_json(&Line { line: &line }));
     }
 }
 
-/// Where in `shown` the part begins that was not in `seen`.
+/// Where in `shown` the part starts that was not in `seen`.
 fn new_from(seen: &[u8], shown: &[u8]) -> usize {
     if shown.starts_with(seen) {
         return seen.len();
     }
     let anchor = &seen[seen.len().saturating_sub(ANCHOR)..];
-    // Without a trace of what was seen, more came than is shown, or the machine is another one now.
+    // No trace of the last read: more came than one read returns, or it is another machine now.
     (0..=shown.len().saturating_sub(anchor.len()))
         .rev()
         .find(|at| shown[*at..].starts_with(anchor))
         .map_or(0, |at| at + anchor.len())
 }
 
-fn followed(app: App, id: SandboxId, shown: Bytes) -> impl Stream<Item = Bytes> + Send {
+fn followed(app: App, id: SandboxId, shown: Bytes) -> impl Stream<Item = Event> + Send {
     let mut tail = Tail::default();
     tail.look(shown);
-    stream::unfold((app, tail, Instant::now()), move |(app, mut tail, mut sent)| async move {
+    stream::unfold((app, tail), move |(app, mut tail)| async move {
         loop {
             if let Some(line) = tail.lines.pop_front() {
-                return Some((line, (app, tail, Instant::now())));
-            }
-            if sent.elapsed() >= sse::PING_EVERY {
-                sent = Instant::now();
-                return Some((sse::PING, (app, tail, sent)));
+                return Some((Event::default().data(line), (app, tail)));
             }
             tokio::time::sleep(LOOK_EVERY).await;
-            // The sandbox is gone, and with it its console.
+            // The console ends with its sandbox.
             tail.look(app.api.console(id, WATCHED).await.ok()?);
         }
     })
@@ -149,42 +146,45 @@ fn followed(app: App, id: SandboxId, shown: Bytes) -> impl Stream<Item = Bytes> 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct BuildQuery {
-    /// Go on until the build ends.
+    /// Wait for new lines until the build ends.
     #[serde(default, deserialize_with = "extract::flag")]
     #[param(required = false)]
     follow: bool,
 }
 
-/// What a build says: one event a line, then `end`.
+/// Get or follow the log of a build: one event for each line, then `end`.
 #[utoipa::path(get, path = "/v1/templates/builds/{id}/logs", tag = "templates", operation_id = "build_logs",
     params(("id" = String, Path, description = "The build"), BuildQuery),
-    responses((status = 200, description = "Its lines", body = sse::ServerSentEvent, content_type = "text/event-stream"),
-        Any, Asked, Named))]
+    responses((status = 200, description = "The lines", body = sse::ServerSentEvent, content_type = "text/event-stream"),
+        AuthErrors, QueryErrors, NotFound))]
 pub(super) async fn build(
     State(app): State<App>,
     BuildPath(id): BuildPath,
     Query(BuildQuery { follow }): Query<BuildQuery>,
 ) -> Answer<Response> {
     let lines = app.api.build_log(&id).await?;
-    let wait = if follow { sse::PING_EVERY } else { QUIET };
-    let frames = stream::unfold(Some(lines), move |lines| async move {
-        let mut lines = lines?;
-        match tokio::time::timeout(wait, lines.next()).await {
-            Ok(Some(line)) => Some((log_line(&line), Some(lines))),
-            Err(_) if follow => Some((sse::PING, Some(lines))),
-            Ok(None) | Err(_) => Some((Bytes::from_static(b"data: end\n\n"), None)),
-        }
-    });
-    Ok(sse::response(frames.take_until(Box::pin(app.closing.clone().cancelled_owned()))))
+    let lines = if follow { lines } else { until_quiet(lines) };
+    let end = stream::once(async { Event::default().data("end") });
+    let events = lines.map(|line| Event::default().data(log_line(&line))).chain(end);
+    Ok(sse::response(events.take_until(app.closing.cancelled_owned())))
 }
 
-/// A line of plain text as one event: clients split at every character that any language calls a line end, and
-/// take the line `end` for the end.
-fn log_line(line: &str) -> Bytes {
+/// The lines written by now.
+fn until_quiet(lines: BoxStream<'static, String>) -> BoxStream<'static, String> {
+    let lines = stream::unfold(lines, |mut lines| async {
+        let line = tokio::time::timeout(QUIET, lines.next()).await.ok()??;
+        Some((line, lines))
+    });
+    lines.boxed()
+}
+
+/// A line of text as one event: clients split at every character that some language calls a line end, and take the line
+/// `end` for the end.
+fn log_line(line: &str) -> String {
     let ends = |c: char| c.is_control() && c != '\t' || matches!(c, '\u{2028}' | '\u{2029}');
     let line = line.trim_end_matches(['\r', '\n']).replace(ends, " ");
     let mark = if line.trim() == "end" { "." } else { "" };
-    format!("data: {line}{mark}\n\n").into()
+    line + mark
 }
 
 #[cfg(test)]
@@ -212,15 +212,15 @@ mod tests {
         tail.look(Bytes::from_static(b"one\r\ntw"));
         tail.look(Bytes::from_static(b"one\r\ntwo\n"));
         tail.look(Bytes::from_static(b"one\r\ntwo\n"));
-        assert_eq!(tail.lines, [&b"data: {\"line\":\"one\"}\n\n"[..], b"data: {\"line\":\"two\"}\n\n"]);
+        assert_eq!(tail.lines, [r#"{"line":"one"}"#, r#"{"line":"two"}"#]);
         tail.look(vec![b'x'; LONGEST_LINE + 1].into());
         assert_eq!((tail.lines.len(), tail.partial.len()), (3, 1));
     }
 
     #[test]
     fn a_build_line_is_one_event_and_never_the_end() {
-        assert_eq!(log_line("a\u{2028}b\x0bc\td\r\n"), "data: a b c\td\n\n");
-        assert_eq!(log_line("end"), "data: end.\n\n");
-        assert_eq!(log_line(" end\n"), "data:  end.\n\n");
+        assert_eq!(log_line("a\u{2028}b\x0bc\td\r\n"), "a b c\td");
+        assert_eq!(log_line("end"), "end.");
+        assert_eq!(log_line(" end\n"), " end.");
     }
 }

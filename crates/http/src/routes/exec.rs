@@ -1,39 +1,38 @@
-//! Commands: collected into one answer, or streamed.
+//! Commands that end with their caller: collected into one answer, or streamed.
 //!
 //! Both hold the [`Session`]. When the client leaves, the handler (or the body it returned) is dropped, the session
 //! with it, and that kills the command.
 
-use super::{
+use crate::{
     App,
     errors::Answer,
     extract::{self, LARGE, SandboxPath},
-    responses::{Any, Guest, Named, Told},
+    responses::{AuthErrors, BodyErrors, GuestErrors, NotFound},
     sse::{self, Decoder, Text},
 };
 use axum::{
     Json,
     extract::State,
     http::HeaderName,
-    response::{IntoResponse, Response},
+    response::{IntoResponse, Response, sse::Event},
 };
 use base64::{Engine, prelude::BASE64_STANDARD};
-use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
 use keiki_api::{Error, ExecEvent, Result, Session};
 use keiki_types::api::{ExecRequest, ExecResult};
 use serde::Serialize;
 
-/// What the buffered call keeps of each stream.
+/// Bytes of each stream that the buffered call keeps.
 const KEPT: usize = 16 << 20;
 
-/// Names a command that is running, in the answer that begins before its end.
+/// The id of the command, in an answer that starts before the command ends.
 pub(super) const EXEC: HeaderName = HeaderName::from_static("x-keiki-exec");
 
-/// Runs a command and answers when it has ended.
+/// Run a command and answer when it has exited.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "exec", operation_id = "exec",
     params(("id" = String, Path, description = "The sandbox")), request_body = ExecRequest,
-    responses((status = 200, description = "It ended, with whatever exit code", body = ExecResult),
-        Any, Told, Named, Guest))]
+    responses((status = 200, description = "The command exited, with any exit code", body = ExecResult),
+        AuthErrors, BodyErrors, NotFound, GuestErrors))]
 pub(super) async fn buffered(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -43,12 +42,12 @@ pub(super) async fn buffered(
     Ok(Json(collect(app.api.exec(id, request, None).await?, limit).await?))
 }
 
-/// Runs a command and streams what it sends: events `stdout` and `stderr` with `chunk` (and `base64` where that
-/// was not UTF-8), at last `exit` with `exit_code`, or `error`.
+/// Run a command and stream its output: events `stdout` and `stderr` with `chunk` (and `base64` where the bytes are not
+/// UTF-8), then `exit` with `exit_code`, or `error`.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec/stream", tag = "exec", operation_id = "exec_stream",
     params(("id" = String, Path, description = "The sandbox")), request_body = ExecRequest,
-    responses((status = 200, description = "Its events", body = sse::ServerSentEvent, content_type = "text/event-stream"),
-        Any, Told, Named, Guest))]
+    responses((status = 200, description = "Events of the command", body = sse::ServerSentEvent, content_type = "text/event-stream"),
+        AuthErrors, BodyErrors, NotFound, GuestErrors))]
 pub(super) async fn stream(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
@@ -57,7 +56,7 @@ pub(super) async fn stream(
     let limit = request.timeout_seconds;
     let session = app.api.exec(id, request, None).await?;
     let name = [(EXEC, session.id.clone())];
-    Ok((name, sse::response(frames(session, limit))).into_response())
+    Ok((name, sse::response(events(session, limit))).into_response())
 }
 
 fn timed_out(limit: Option<f64>) -> Error {
@@ -71,7 +70,7 @@ fn lost() -> Error {
     Error::internal("the sandbox ended while the command ran", cause)
 }
 
-/// The beginning of a stream, and whether there was more.
+/// The beginning of a stream, and whether the rest was cut.
 #[derive(Default)]
 struct Kept {
     bytes: Vec<u8>,
@@ -120,7 +119,7 @@ async fn collect(mut session: Session, limit: Option<f64>) -> Result<ExecResult>
     Err(lost())
 }
 
-/// Why a command could not start, as a shell would have said it on standard error.
+/// Why a command could not start, as a shell prints it to standard error.
 fn reason(message: &str) -> String {
     if message.is_empty() { String::new() } else { format!("{message}\n") }
 }
@@ -144,7 +143,7 @@ struct Exit {
 struct Side {
     name: &'static str,
     decoder: Decoder,
-    /// Bytes of the stream up to the end of what was sent.
+    /// Position in the stream after the last chunk sent.
     at: u64,
 }
 
@@ -153,7 +152,7 @@ impl Side {
         Self { name, decoder: Decoder::default(), at }
     }
 
-    /// Chunks of what is whole: two where bytes are missing between.
+    /// Chunks of complete characters: two where bytes are missing in between.
     fn push(&mut self, offset: u64, data: &[u8]) -> Vec<(u64, Text)> {
         let mut chunks = Vec::new();
         if offset != self.at + self.decoder.held() as u64 {
@@ -166,7 +165,7 @@ impl Side {
         chunks
     }
 
-    /// What was held back.
+    /// The incomplete character held back.
     fn finish(&mut self) -> Option<(u64, Text)> {
         let at = self.at;
         self.at += self.decoder.held() as u64;
@@ -174,97 +173,90 @@ impl Side {
     }
 }
 
-/// A session as frames of server-sent events.
-struct Frames {
+/// A session as server-sent events.
+struct Events {
     session: Session,
     limit: Option<f64>,
     out: Side,
     err: Side,
-    /// Chunks carry offsets and event ids, to go on from.
+    /// Chunks carry offsets and event ids, so that a client can resume.
     resumable: bool,
     span: tracing::Span,
 }
 
-/// The frames of a command that was started with this time limit.
-fn frames(session: Session, limit: Option<f64>) -> impl Stream<Item = Bytes> + Send + 'static {
+/// The events of a command that was started with this time limit.
+fn events(session: Session, limit: Option<f64>) -> impl Stream<Item = Event> + Send + 'static {
     let (out, err) = (Side::new("stdout", 0), Side::new("stderr", 0));
-    run(Frames { session, limit, out, err, resumable: false, span: tracing::Span::current() })
+    run(Events { session, limit, out, err, resumable: false, span: tracing::Span::current() })
 }
 
-/// The frames of a command that can be read again from anywhere.
-pub(super) fn resumable(session: Session) -> impl Stream<Item = Bytes> + Send + 'static {
+/// The events of a command that can be read again from anywhere.
+pub(super) fn resumable(session: Session) -> impl Stream<Item = Event> + Send + 'static {
     let [out, err] = session.offsets;
     let (out, err) = (Side::new("stdout", out), Side::new("stderr", err));
-    run(Frames { session, limit: None, out, err, resumable: true, span: tracing::Span::current() })
+    run(Events { session, limit: None, out, err, resumable: true, span: tracing::Span::current() })
 }
 
-fn run(frames: Frames) -> impl Stream<Item = Bytes> + Send + 'static {
-    stream::unfold(Some(frames), |frames| async {
-        let mut frames = frames?;
-        let (frame, last) = frames.next().await;
-        Some((frame, (!last).then_some(frames)))
-    })
+fn run(events: Events) -> impl Stream<Item = Event> + Send + 'static {
+    let all = stream::unfold(Some(events), |events| async {
+        let mut events = events?;
+        let (next, last) = events.next().await;
+        Some((stream::iter(next), (!last).then_some(events)))
+    });
+    all.flatten()
 }
 
-impl Frames {
-    /// The next frame, and whether it is the last.
-    async fn next(&mut self) -> (Bytes, bool) {
-        loop {
-            let Ok(event) = tokio::time::timeout(sse::PING_EVERY, self.session.events.next()).await else {
-                return (sse::PING, false);
-            };
-            let text = match event {
-                Some(Ok(ExecEvent::Stdout { offset, data })) => {
-                    let chunks = self.out.push(offset, &data);
-                    self.chunks(self.out.name, chunks)
-                }
-                Some(Ok(ExecEvent::Stderr { offset, data })) => {
-                    let chunks = self.err.push(offset, &data);
-                    self.chunks(self.err.name, chunks)
-                }
-                Some(Ok(ExecEvent::Exit { code, timed_out: false, message, duration_ms })) => {
-                    return (self.exit(code, &message, duration_ms), true);
-                }
-                Some(Ok(ExecEvent::Exit { .. })) => return (self.failure(&timed_out(self.limit)), true),
-                Some(Err(error)) => return (self.failure(&error), true),
-                None => return (self.failure(&lost()), true),
-            };
-            if !text.is_empty() {
-                return (text.into(), false);
+impl Events {
+    /// The next events, and whether they are the last.
+    async fn next(&mut self) -> (Vec<Event>, bool) {
+        match self.session.events.next().await {
+            Some(Ok(ExecEvent::Stdout { offset, data })) => {
+                let chunks = self.out.push(offset, &data);
+                (self.chunks(self.out.name, chunks), false)
             }
+            Some(Ok(ExecEvent::Stderr { offset, data })) => {
+                let chunks = self.err.push(offset, &data);
+                (self.chunks(self.err.name, chunks), false)
+            }
+            Some(Ok(ExecEvent::Exit { code, timed_out: false, message, duration_ms })) => {
+                (self.exit(code, &message, duration_ms), true)
+            }
+            Some(Ok(ExecEvent::Exit { .. })) => (self.failure(&timed_out(self.limit)), true),
+            Some(Err(error)) => (self.failure(&error), true),
+            None => (self.failure(&lost()), true),
         }
     }
 
-    fn chunks(&self, name: &str, chunks: impl IntoIterator<Item = (u64, Text)>) -> String {
-        let frames = chunks.into_iter().map(|(at, Text { text, exact })| {
+    fn chunks(&self, name: &str, chunks: impl IntoIterator<Item = (u64, Text)>) -> Vec<Event> {
+        let events = chunks.into_iter().map(|(at, Text { text, exact })| {
             let base64 = exact.map(|exact| BASE64_STANDARD.encode(exact));
-            let frame =
-                sse::event(name, &Chunk { chunk: &text, base64, offset: self.resumable.then_some(at) });
-            // Where to go on after this frame, for a client that lost the stream.
-            if self.resumable { format!("id: {}-{}\n{frame}", self.out.at, self.err.at) } else { frame }
+            // Where to resume after this event, for a client that lost the stream.
+            let id = self.resumable.then(|| format!("{}-{}", self.out.at, self.err.at));
+            sse::numbered(id, name, &Chunk { chunk: &text, base64, offset: self.resumable.then_some(at) })
         });
-        frames.collect()
+        events.collect()
     }
 
-    /// What was held back of both streams.
-    fn rest(&mut self) -> String {
+    /// What both streams held back.
+    fn rest(&mut self) -> Vec<Event> {
         let (out, err) = (self.out.finish(), self.err.finish());
-        self.chunks("stdout", out) + &self.chunks("stderr", err)
+        [self.chunks("stdout", out), self.chunks("stderr", err)].concat()
     }
 
-    fn exit(&mut self, exit_code: i32, message: &str, duration_ms: u64) -> Bytes {
-        let mut frames = self.rest();
+    fn exit(&mut self, exit_code: i32, message: &str, duration_ms: u64) -> Vec<Event> {
+        let mut events = self.rest();
         if !message.is_empty() {
             let text = Text { text: reason(message), exact: None };
-            frames += &self.chunks("stderr", [(self.err.at, text)]);
+            events.extend(self.chunks("stderr", [(self.err.at, text)]));
         }
-        frames += &sse::event("exit", &Exit { exit_code, duration_ms });
-        frames.into()
+        events.push(sse::event("exit", &Exit { exit_code, duration_ms }));
+        events
     }
 
-    fn failure(&mut self, error: &Error) -> Bytes {
-        let error = self.span.in_scope(|| sse::error(error));
-        (self.rest() + &error).into()
+    fn failure(&mut self, error: &Error) -> Vec<Event> {
+        let mut events = self.rest();
+        events.push(self.span.in_scope(|| sse::error(error)));
+        events
     }
 }
 
