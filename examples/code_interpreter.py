@@ -1,7 +1,7 @@
-"""A code interpreter: every request gets a machine of its own, made for it and gone after it.
+"""A code interpreter: every request gets its own machine, created for it and deleted after it.
 
-The template has the data stack imported already, in a process that waits. A request is a fork of that
-process in a copy of that machine: it sees nothing of other requests, and it waits for no import.
+A process in the template has imported the data stack and waits. A request runs in a fork of that
+process, in a copy of that machine: it sees no other request, and does not wait for imports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUESTS = {
 
 
 def answer(code: str) -> tuple[str, bytes | None]:
-    """Runs one request; what it printed, and its picture if it made one."""
+    """Runs one request; returns its output, and its picture if it made one."""
     begun = time.monotonic()
     with Sandbox.create(TEMPLATE, ttl_seconds=120) as sandbox:
         made = time.monotonic()
@@ -41,9 +41,9 @@ def answer(code: str) -> tuple[str, bytes | None]:
         ran = time.monotonic()
         files = sandbox.filesystem
         picture = files.read("/tmp/plot.png") if files.exists("/tmp/plot.png") else None
-        said = (result.stdout or result.stderr.strip().rpartition("\n")[2]).strip()
-    print(f"  create {(made - begun) * 1000:.0f} ms, run {(ran - made) * 1000:.0f} ms: {said}")
-    return said, picture
+        output = (result.stdout or result.stderr.strip().rpartition("\n")[2]).strip()
+    print(f"  create {(made - begun) * 1000:.0f} ms, run {(ran - made) * 1000:.0f} ms: {output}")
+    return output, picture
 
 
 def main() -> None:
@@ -54,8 +54,8 @@ def main() -> None:
     with Sandbox.create(TEMPLATE, ttl_seconds=120) as sandbox:
         begun = time.monotonic()
         sandbox.exec(["python", "-c", REQUESTS["statistics"]], timeout_seconds=120, check=True)
-        print(f"the first of them, importing for itself: {(time.monotonic() - begun) * 1000:.0f} ms")
-    said = {name: words for name, (words, _) in answers.items()}
+        print(f"the first request with its own imports: {(time.monotonic() - begun) * 1000:.0f} ms")
+    outputs = {name: output for name, (output, _) in answers.items()}
     expected = {
         "statistics": "2.8",
         "regression": "21.0",
@@ -63,14 +63,14 @@ def main() -> None:
         "curious": "False",
         "wrong": "ZeroDivisionError: division by zero",
     }
-    if said != expected:
-        raise SystemExit(f"code_interpreter: {said}")
+    if outputs != expected:
+        raise SystemExit(f"code_interpreter: {outputs}")
     picture = answers["plot"][1] or b""
     if not picture.startswith(b"\x89PNG"):
-        raise SystemExit("code_interpreter: no picture came back")
+        raise SystemExit("code_interpreter: no picture")
     path = Path(tempfile.mkdtemp(prefix="keiki-")) / "plot.png"
     path.write_bytes(picture)
-    print(f"the picture is {path}, {len(picture)} bytes")
+    print(f"wrote {path}, {len(picture)} bytes")
     print("code_interpreter: ok")
 
 

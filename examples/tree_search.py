@@ -1,8 +1,9 @@
-"""An agent's tree search: fork a running machine, try each move in a copy of it, keep the best copies.
+"""An agent's tree search: fork a running machine, try each move in a copy of it, keep the best
+copies.
 
-The world is a sliding puzzle inside a process of the sandbox. It is in that process's memory and nowhere
-else, it cannot be copied, saved or undone: only the whole machine can be forked. What a model would judge is
-judged here by counting how far the tiles are from their places.
+The world is a sliding puzzle in the memory of a process in the sandbox, and nowhere else. It cannot
+be copied, saved or undone: only the whole machine can be forked. Instead of a model, the distance
+of the tiles from their places judges each state.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 
 from keiki import Sandbox
 
-#: The process that is the world: a move comes in, what the board looks like then goes out.
+#: The world: reads a move, writes the state of the board.
 WORLD = """\
 import os
 board = [1, 2, 3, 0, 5, 6, 4, 7, 8]
@@ -31,16 +32,13 @@ while True:
     away = sum(abs(n // 3 - (t - 1) // 3) + abs(n % 3 - (t - 1) % 3) for n, t in enumerate(board) if t)
     with open("/run/tell", "w") as tell:
         print(away, *filter(legal, steps), file=tell)
-"""
-#: Leaves it running, and waits until it listens.
-START = "setsid python3 /root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done"
-MOST_ROUNDS = 8
-#: Copies that are searched on from.
-WIDTH = 2
+""" #: Starts it in the background, and waits until it listens. START = "setsid python3
+/root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done" MOST_ROUNDS =
+8 #: Copies to continue from. WIDTH = 2
 
 
 def ask(sandbox: Sandbox, move: str) -> tuple[int, list[str]]:
-    """Makes a move; how far from solved the board is then, and which moves there are."""
+    """Makes a move; returns the distance from the solution and the legal moves."""
     answer = sandbox.exec(f"echo {move} >/run/ask && cat /run/tell", timeout_seconds=60, check=True)
     away, *moves = answer.stdout.split()
     return int(away), moves
@@ -71,11 +69,11 @@ def main() -> None:
             kept = {child.id for _, child, *_ in best}
             for lost in [key for key in living if key not in kept]:
                 living.pop(lost).kill()
-            print(f"round {number}: {len(tried)} tried, the best is {best[0][0]} away:{best[0][3]}")
+            print(f"round {number}: {len(tried)} moves tried, the best is {best[0][0]} away:{best[0][3]}")
             if best[0][0] == 0:
                 break
         memory = best[0][1].refresh().memory
-        own = f", {memory.private_bytes >> 20} of {memory.guest_bytes >> 20} MiB its own" if memory else ""
+        own = f", {memory.private_bytes >> 20} of {memory.guest_bytes >> 20} MiB private" if memory else ""
         print(f"{forked} forks, {fork_ms / forked:.0f} ms each; the winner is {best[0][1].id}{own}")
         print(f"whole search: {time.monotonic() - begun:.1f} s")
         if best[0][0] != 0:

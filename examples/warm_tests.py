@@ -1,7 +1,9 @@
-"""Test isolation without set-up: fixtures are made once, and every test wrecks its own copy of the machine.
+"""Test isolation without repeated setup: every test destroys fixtures in its own copy of the
+machine.
 
-The set-up fills a database and loads it into a server's memory. Each test then runs in a fork: it meets the
-server as the set-up left it, database, memory, open connection and all, whatever the tests before it did.
+The setup fills a database and loads it into a server's memory. Each test runs in a fork, and finds
+the server as the setup left it, with its database, memory and open connection, whatever other tests
+did.
 """
 
 from __future__ import annotations
@@ -24,16 +26,14 @@ while True:
     with open("/run/ask") as ask:
         line = ask.read()
     try:
-        said = eval(line)
+        answer = eval(line)
     except Exception as error:
-        said = error
+        answer = error
     with open("/run/tell", "w") as tell:
-        print(said, file=tell)
-"""
-#: Leaves it running, and waits until it listens.
-START = "setsid python3 /root/setup.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done"
-#: A test: what it does, and what it must see. Each destroys what another looks at.
-TESTS = {
+        print(answer, file=tell)
+""" #: Starts it in the background, and waits until it listens. START = "setsid python3
+/root/setup.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done" #: Each test:
+what it does, and the expected result. Each destroys what another one needs. TESTS = {
     "all orders are there": ("db.execute('select count(*) from orders').fetchone()[0]", "60000"),
     "every customer has a total": ("len(totals)", "997"),
     "deleting empties the table": (
@@ -41,12 +41,12 @@ TESTS = {
         "(0,)",
     ),
     "totals can be dropped": ("(totals.clear(), len(totals))[1]", "0"),
-    "the table can go": ("(db.execute('drop table orders'), db.commit())[1]", "None"),
+    "the table can be dropped": ("(db.execute('drop table orders'), db.commit())[1]", "None"),
 }
 
 
 def ask(sandbox: Sandbox, line: str) -> str:
-    """Has the server in this copy evaluate something."""
+    """Evaluates a line in the server of this copy."""
     sandbox.filesystem.write("/tmp/line", line)
     result = sandbox.exec("cat /tmp/line >/run/ask && cat /run/tell", timeout_seconds=60, check=True)
     return result.stdout.strip()
@@ -59,18 +59,19 @@ def main() -> None:
         warm.filesystem.write("/root/setup.py", SETUP)
         warm.exec(START, timeout_seconds=120, check=True)
         ready = time.monotonic() - begun
-        print(f"set-up: {ready:.1f} s, once")
-        # The one that drops the table first: order must not matter.
+        print(f"setup: {ready:.1f} s, once")
+        # Start with the one that drops the table: the order must not matter.
         for name, (line, expected) in reversed(TESTS.items()):
             begun = time.monotonic()
             with warm.fork() as copy:
-                said = ask(copy, line)
+                result = ask(copy, line)
                 spent.append(time.monotonic() - begun)
-            print(f"  {'ok' if said == expected else 'FAILED'}: {name} ({spent[-1] * 1000:.0f} ms): {said}")
-            if said != expected:
+            verdict = "ok" if result == expected else "FAILED"
+            print(f"  {verdict}: {name} ({spent[-1] * 1000:.0f} ms): {result}")
+            if result != expected:
                 failed.append(name)
     each = sum(spent) / len(spent) * 1000
-    print(f"isolated and run: {each:.0f} ms a test, instead of {ready:.1f} s of set-up each")
+    print(f"{each:.0f} ms per isolated test, instead of {ready:.1f} s of setup each")
     if failed:
         raise SystemExit(f"warm_tests: {failed}")
     print("warm_tests: ok")

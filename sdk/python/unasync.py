@@ -1,8 +1,9 @@
-"""Makes the blocking client of the async one: ``python unasync.py`` writes it, ``--check`` compares.
+"""Generates the blocking client from the async one: ``python unasync.py`` writes it, ``--check``
+compares.
 
-The modules of ``src/keiki/_async`` are the source. Leaving out ``async`` and ``await`` and giving classes
-their other names makes those of ``src/keiki`` that have the same file names. What differs in more than that,
-talking HTTP, is written twice: ``_http.py`` and ``_http_async.py``.
+The modules of ``src/keiki/_async`` are the source. Removing ``async`` and ``await`` and renaming
+classes gives the modules of the same names in ``src/keiki``. Only HTTP differs in more than that,
+and is written twice: ``_http.py`` and ``_http_async.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent / "src" / "keiki"
 SOURCE = PACKAGE / "_async"
 
-HEAD = "# Made of _async/{name} by unasync.py: change that, and run it.\n"
+HEAD = "# Generated from _async/{name} by unasync.py. Do not edit.\n"
 
-#: In this order.
+#: Applied in this order.
 RULES = [
     (r"AsyncGenerator\[([^\[\]]+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\b", "Generator"),
@@ -33,7 +34,7 @@ RULES = [
 
 
 def blocking(name: str) -> str:
-    """The blocking twin of a module."""
+    """The blocking version of a module."""
     text = (SOURCE / name).read_text()
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)
@@ -41,16 +42,16 @@ def blocking(name: str) -> str:
 
 
 def modules() -> list[str]:
-    """Names of the modules that are made."""
+    """Names of the generated modules."""
     return sorted(path.name for path in SOURCE.glob("*.py") if path.name != "__init__.py")
 
 
 def main() -> int:
-    """Writes the twins, or with ``--check`` says which are not current."""
+    """Writes the modules, or with ``--check`` lists those that are not current."""
     stale = [name for name in modules() if not _is_current(name)]
     if "--check" in sys.argv[1:]:
         for name in stale:
-            print(f"src/keiki/{name} is not what unasync.py makes of src/keiki/_async/{name}: run unasync.py")
+            print(f"src/keiki/{name} does not match src/keiki/_async/{name}: run unasync.py")
         return 1 if stale else 0
     for name in stale:
         (PACKAGE / name).write_text(blocking(name))

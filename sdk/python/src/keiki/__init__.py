@@ -6,10 +6,10 @@
         parent.exec("python3 -c 'build_something_expensive()'")
         children = parent.fork(count=4)
 
-:class:`AsyncSandbox` is the same for asyncio: it needs the extra ``keiki[async]``.
+:class:`AsyncSandbox` is the same for asyncio, and needs the extra ``keiki[async]``.
 
-``KEIKI_URL`` (default ``http://127.0.0.1:7777``) names the node and ``KEIKI_API_KEY`` the key; a
-:class:`Client` of one's own overrides both. Nothing but the standard library is needed.
+``KEIKI_URL`` (default ``http://127.0.0.1:7777``) and ``KEIKI_API_KEY`` select the node and the key;
+pass a :class:`Client` to override them. The blocking client needs only the standard library.
 """
 
 from ._async.client import AsyncClient, default_async_client

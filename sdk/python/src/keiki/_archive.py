@@ -1,4 +1,4 @@
-"""File trees of this machine as tar streams: packed while they are sent, unpacked without trust."""
+"""Local file trees as tar streams: packed while they are sent, unpacked without trust."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from typing import BinaryIO, Iterator, List
 
 from .errors import ArchiveError
 
-#: Bytes of a file that are read at a time.
+#: Bytes per read of a file.
 PIECE = 65536
 
 
 class Packed:
-    """A file or directory as a tar stream, on top ``name``: a binary file that can only be read, once."""
+    """A file or directory as a tar stream with ``name`` at the top: a binary file that can be read
+    once."""
 
     def __init__(self, root: str | os.PathLike[str], name: str = "top") -> None:
-        # An empty piece would be taken for the end.
+        # An empty piece would look like the end.
         self._pieces = filter(None, _pack(Path(root), name))
         self._left = b""
 
     def read(self, size: int = -1) -> bytes:
-        """At least one byte and at most ``size``; none at the end."""
+        """Reads between one byte and ``size``; none at the end."""
         try:
             self._left = self._left or next(self._pieces, b"")
         except OSError as error:
-            # Not to be taken for the connection's.
-            raise ArchiveError(f"cannot pack it: {error}") from error
+            # Must not look like a connection error.
+            raise ArchiveError(f"cannot pack: {error}") from error
         size = len(self._left) if size < 0 else size
         piece, self._left = self._left[:size], self._left[size:]
         return piece
 
 
 def _pack(root: Path, name: str) -> Iterator[bytes]:
-    # Never written to: it makes headers, and knows which files are links of each other.
+    # Never written to: it only makes headers and detects hard links.
     with tarfile.open(fileobj=tempfile.SpooledTemporaryFile(), mode="w") as names:
         for path in _walk(root):
             info = names.gettarinfo(path, arcname=str(Path(name) / path.relative_to(root)))
@@ -56,32 +57,30 @@ def _walk(path: Path) -> Iterator[Path]:
 
 
 def _contents(path: Path, size: int) -> Iterator[bytes]:
-    """So many bytes, as the header says, and what fills the last block."""
+    """The number of bytes in the header, and padding for the last block."""
     left = size
     with path.open("rb") as file:
         while left:
             piece = file.read(min(PIECE, left))
             if not piece:
-                raise OSError(f"{path} became shorter while it was read")
+                raise OSError(f"{path} shrank while it was read")
             left -= len(piece)
             yield piece
     yield bytes(-size % tarfile.BLOCKSIZE)
 
 
 def unpack(archive: BinaryIO, to: Path) -> None:
-    """Makes ``to``, which must not exist, of the one file or directory at the top of an archive.
+    """Unpacks the one file or directory at the top of an archive as ``to``, which must not exist.
 
-    The archive comes out of a sandbox, so nothing in it is believed. Everything but symlinks is unpacked into
-    an empty directory, by tarfile's filter for data: no devices, no owners, no set-user-ID, no link to
-    elsewhere. Symlinks are made last, with whatever target they have: nothing was written through one. ``to``
-    appears when all of it is there.
+    The archive comes from a sandbox and is not trusted. Everything but symlinks is unpacked into an
+    empty directory with tarfile's data filter: no devices, owners, set-user-ID bits or links that
+    lead elsewhere. Symlinks are made last, with any target, so nothing is written through them.
+    ``to`` appears when all of it is there.
     """
     if not hasattr(tarfile, "data_filter"):
-        raise RuntimeError(
-            "unpacking needs a Python whose tarfile has filters: 3.9.17, 3.10.12, 3.11.4 or later"
-        )
+        raise RuntimeError("unpacking needs a Python with tarfile filters: 3.9.17, 3.10.12, 3.11.4 or later")
     if os.path.lexists(to):
-        raise FileExistsError(f"{to} exists already")
+        raise FileExistsError(f"{to} already exists")
     scratch = Path(tempfile.mkdtemp(prefix=".keiki-", dir=to.absolute().parent))
     try:
         links: List[tarfile.TarInfo] = []
@@ -98,10 +97,10 @@ def unpack(archive: BinaryIO, to: Path) -> None:
             _make_link(scratch, link)
         tops = list(scratch.iterdir())
         if len(tops) != 1:
-            raise ArchiveError(f"the archive has {len(tops)} entries at its top")
+            raise ArchiveError(f"the archive has {len(tops)} entries at the top, not one")
         tops[0].rename(to)
     except (tarfile.TarError, KeyError) as error:
-        raise ArchiveError(f"the archive is refused: {error}") from error
+        raise ArchiveError(f"archive refused: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -118,4 +117,4 @@ def _make_link(scratch: Path, link: tarfile.TarInfo) -> None:
     try:
         os.symlink(link.linkname, scratch.joinpath(*parts))
     except FileExistsError:
-        raise ArchiveError(f"the archive is refused: it has {link.name!r} twice") from None
+        raise ArchiveError(f"archive refused: it has {link.name!r} twice") from None

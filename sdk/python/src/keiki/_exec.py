@@ -1,4 +1,4 @@
-"""Commands: what is sent, what comes back, and what is kept of it."""
+"""Requests and results of commands."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from . import _sse, errors
 from ._wire import present
 from .models import ExecEvent, ExecResult, number, optional_number, text, unbase64
 
-#: What a streamed exec keeps of each stream for its result; callbacks get everything.
+#: Bytes of each stream that a streamed command keeps for its result; callbacks get everything.
 KEEP_BYTES = 16 * 1024 * 1024
-#: How much longer than a command's own timeout its answer may take.
+#: Extra time for an answer, beyond the command's own timeout.
 ANSWER_SLACK = 30.0
 
 
@@ -40,12 +40,12 @@ def exec_request(
 
 
 def patience(limit: float | None) -> float | None:
-    """How long to wait for the next sign of a command: a command without a limit may be silent for ever."""
+    """How long to wait for the next output: a command without a timeout may be silent forever."""
     return None if limit is None else limit + ANSWER_SLACK
 
 
 def exec_event(event: _sse.Event) -> ExecEvent | None:
-    """An event of ``/exec/stream``; None for kinds of newer nodes."""
+    """Decodes an event of ``/exec/stream``; None for kinds added by newer nodes."""
     try:
         data = json.loads(event.data)
     except ValueError:
@@ -61,14 +61,14 @@ def exec_event(event: _sse.Event) -> ExecEvent | None:
         took = optional_number(data, "duration_ms")
         return ExecEvent("exit", exit_code=number(data, "exit_code"), duration_ms=took)
     if event.name == "error":
-        message = text(data, "error") or "the command failed without a reason"
+        message = text(data, "error") or "the command failed for an unknown reason"
         kind = errors.SandboxTimeout if "timeout" in message.lower() else errors.ServerError
         raise kind(message)
     return None
 
 
 def log_line(event: _sse.Event) -> str:
-    """A line of a log: in the field ``line``, or the data itself."""
+    """A line of a log, from the field ``line`` or the data itself."""
     try:
         data = json.loads(event.data)
     except ValueError:
@@ -77,12 +77,12 @@ def log_line(event: _sse.Event) -> str:
 
 
 def checked(result: ExecResult) -> ExecResult:
-    """The result of a command that succeeded; raises for any other."""
+    """Returns the result of a command that succeeded; raises otherwise."""
     if result.exit_code == 0:
         return result
     tail = result.stderr.strip()[-500:]
     raise errors.CommandFailed(
-        f"the command ended with exit code {result.exit_code}" + (f": {tail}" if tail else ""),
+        f"the command failed with exit code {result.exit_code}" + (f": {tail}" if tail else ""),
         exit_code=result.exit_code,
         stdout=result.stdout,
         stderr=result.stderr,
@@ -90,18 +90,18 @@ def checked(result: ExecResult) -> ExecResult:
 
 
 class Kept:
-    """What a streamed exec keeps of its streams."""
+    """What a streamed command keeps of its output."""
 
     def __init__(self) -> None:
         self.stdout = _Stream()
         self.stderr = _Stream()
 
     def add(self, event: ExecEvent) -> None:
-        """A piece of output."""
+        """Adds a piece of output."""
         (self.stdout if event.kind == "stdout" else self.stderr).add(event.data)
 
     def result(self, end: ExecEvent, waited_ms: float) -> ExecResult:
-        """The result, once the command has ended."""
+        """The result, once the command has exited."""
         return ExecResult(
             stdout=self.stdout.text(),
             stderr=self.stderr.text(),

@@ -1,9 +1,10 @@
-"""HTTP to one node, blocking: kept-alive connections, and no request ever sent twice that could act twice.
+"""Blocking HTTP to one node, with kept-alive connections. Never resends a request that could act
+twice.
 
-A kept-alive connection may be closed by the node at any time. Before one is used again it is looked at: one
-that has something to read has ended. What is left is the short race in which the node closes while the
-request is on its way; then only GET and HEAD are sent again, everything else raises
-:class:`~keiki.errors.ConnectionError`, because nobody can know whether it was carried out.
+The node may close a kept-alive connection at any time. A connection with something to read has
+ended, and is not reused. That leaves a short race in which the node closes the connection while a
+request is on its way. Then only GET and HEAD are sent again; everything else raises
+:class:`~keiki.errors.ConnectionError`, because the outcome is unknown.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ._wire import address
 T = TypeVar("T")
 Body = Union[None, bytes, BinaryIO]
 
-#: Kept-alive connections at rest.
+#: Most idle connections to keep.
 MAX_IDLE = 8
 _REPEATABLE = ("GET", "HEAD")
 
 
 class Response:
-    """An answer whose body has not been read yet. Close it, or use it as a context manager."""
+    """An answer with its body unread. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -48,25 +49,25 @@ class Response:
         self._reusable = reusable and not raw.will_close
 
     def read(self) -> bytes:
-        """The whole body."""
-        with _as_ours("reading the answer"):
+        """Reads the whole body."""
+        with _as_ours("cannot read the answer"):
             return self._raw.read()
 
     def chunks(self, size: int = 65536) -> Iterator[bytes]:
-        """The body as it arrives. A body that was cut off raises."""
+        """Streams the body. Raises if it is cut off."""
         while True:
-            with _as_ours("reading the answer"):
+            with _as_ours("cannot read the answer"):
                 chunk = self._raw.read1(size)
             if not chunk:
                 break
             yield chunk
         left = self._raw.length
         if left:
-            raise errors.ConnectionError(f"the connection ended {left} bytes before the end of the answer")
+            raise errors.ConnectionError(f"the connection broke {left} bytes before the end of the answer")
         self._raw.read()  # marks a body of known length as read
 
     def close(self) -> None:
-        """Gives the connection back if the body was read to its end, else ends it."""
+        """Returns the connection for reuse if the body was read to its end; closes it otherwise."""
         reusable = self._reusable and self._raw.isclosed()
         self._raw.close()
         if reusable:
@@ -84,7 +85,7 @@ class Response:
 
 
 class Transport:
-    """Connections to one base URL. Safe to share between threads; starts anew after ``os.fork``."""
+    """Connections to one base URL. Safe to share between threads; reconnects after ``os.fork``."""
 
     def __init__(self, url: str) -> None:
         at = address(url)
@@ -97,7 +98,7 @@ class Transport:
     def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body, timeout: float | None
     ) -> Response:
-        """Sends one request; returns once the head of the answer is there, whatever its status."""
+        """Sends a request and returns when the headers of the answer arrive, whatever the status."""
         target = self._prefix + path
         connection, fresh = self._get(timeout)
         while True:
@@ -105,10 +106,11 @@ class Transport:
                 return self._exchange(connection, method, target, headers, body)
             except (ConnectionError, http.client.BadStatusLine) as error:
                 connection.close()
-                # One at rest may have ended meanwhile, which says nothing; a new one that fails has failed.
+                # An idle connection may have been closed meanwhile; a new one that fails is an
+                # error.
                 if fresh or method not in _REPEATABLE:
                     raise errors.ConnectionError(
-                        f"the node ended the connection without an answer: {error}"
+                        f"the node closed the connection without an answer: {error}"
                     ) from error
             except BaseException:
                 connection.close()
@@ -116,7 +118,7 @@ class Transport:
             connection, fresh = self._connect(timeout), True
 
     def close(self) -> None:
-        """Ends the connections at rest."""
+        """Closes idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -135,7 +137,7 @@ class Transport:
             try:
                 connection.request(method, target, body=body, headers=dict(headers))
             except (BrokenPipeError, ConnectionResetError):
-                # The node may have refused before it read the whole body: its answer says why.
+                # The node may refuse before it reads the whole body: its answer says why.
                 if body is None:
                     raise
                 sent = False
@@ -145,13 +147,13 @@ class Transport:
         except (ConnectionError, http.client.BadStatusLine):
             raise
         except (OSError, http.client.HTTPException) as error:
-            raise errors.ConnectionError(f"talking to the node failed: {error!r}") from error
+            raise errors.ConnectionError(f"cannot talk to the node: {error!r}") from error
 
     def _get(self, timeout: float | None) -> Tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it is new."""
+        """Returns a connection, and whether it is new."""
         with self._lock:
             if self._pid != os.getpid():
-                # A forked process must not talk on its parent's connections.
+                # A forked process must not use its parent's connections.
                 self._idle, self._pid = [], os.getpid()
             while self._idle:
                 connection = self._idle.pop()
@@ -176,7 +178,7 @@ class Transport:
             connection.close()
             at = f"{self._host}:{connection.port}"
             raise errors.ConnectionError(f"cannot connect to the node at {at}: {error}") from error
-        # A command may be silent for hours: let the kernel notice a peer that vanished.
+        # A command may be silent for hours: let the kernel detect a lost peer.
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return connection
 
@@ -189,22 +191,22 @@ class Transport:
 
 
 def sleep(seconds: float) -> None:
-    """Waits."""
+    """Sleeps."""
     time.sleep(seconds)
 
 
 def settle(answer: T) -> T:
-    """What a callback came to; its twin waits for callbacks that are coroutines."""
+    """The result of a callback; the async version awaits coroutines."""
     return answer
 
 
 def aside(work: Callable[..., T], *args: Any) -> T:
-    """Work; its twin does it in a thread."""
+    """Runs ``work``; the async version runs it in a thread."""
     return work(*args)
 
 
 def _rests(sock: socket.socket | None) -> bool:
-    """Open and silent: an ended connection is readable."""
+    """Is the connection open and silent? A closed one is readable."""
     if sock is None:
         return False
     try:
@@ -218,10 +220,10 @@ def _rests(sock: socket.socket | None) -> bool:
 
 
 class _as_ours:
-    """Turns errors of the connection into errors of this package."""
+    """Converts connection errors to errors of this package."""
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> None:
         return None
@@ -230,8 +232,8 @@ class _as_ours:
         self, kind: Type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(value, socket.timeout):
-            raise errors.TimeoutError_(f"{self._doing} took longer than the client's timeout") from value
+            raise errors.TimeoutError_(f"{self._what}: the client's timeout expired") from value
         if isinstance(value, (OSError, http.client.HTTPException)) and not isinstance(
             value, errors.KeikiError
         ):
-            raise errors.ConnectionError(f"{self._doing} failed: {value!r}") from value
+            raise errors.ConnectionError(f"{self._what}: {value!r}") from value

@@ -1,6 +1,6 @@
-"""HTTP to one node for the async client, on httpx: what its twin ``_http.py`` does with ``http.client``.
+"""HTTP to one node for the async client, on httpx; ``_http.py`` does the same with ``http.client``.
 
-httpx is imported when the first async client is made, so that the blocking client needs nothing.
+httpx is imported by the first async client, so the blocking client does not need it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Body = Union[None, bytes, BinaryIO]
 
-#: Kept-alive connections at rest.
+#: Most idle connections to keep.
 MAX_IDLE = 8
-#: Bytes of a file that are read and sent at a time.
+#: Bytes per read of a file.
 PIECE = 65536
 _REPEATABLE = ("GET", "HEAD")
 
 
 class Response:
-    """An answer whose body has not been read yet. Close it, or use it as a context manager."""
+    """An answer with its body unread. Close it, or use it as a context manager."""
 
     def __init__(self, raw: httpx.Response) -> None:
         self.status = raw.status_code
@@ -50,17 +50,17 @@ class Response:
         self._raw = raw
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Reads the whole body."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives. A body that was cut off raises."""
-        with _as_ours("reading the answer"):
+        """Streams the body. Raises if it is cut off."""
+        with _as_ours("cannot read the answer"):
             async for chunk in self._raw.aiter_raw():
                 yield chunk
 
     async def close(self) -> None:
-        """Gives the connection back if the body was read to its end, else ends it."""
+        """Returns the connection for reuse if the body was read to its end; closes it otherwise."""
         await self._raw.aclose()
 
     async def __aenter__(self) -> Response:
@@ -73,7 +73,7 @@ class Response:
 
 
 class Transport:
-    """Connections to one base URL, one set for each event loop that uses it."""
+    """Connections to one base URL, one pool per event loop."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -92,11 +92,11 @@ class Transport:
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body, timeout: float | None
     ) -> Response:
-        """Sends one request; returns once the head of the answer is there, whatever its status."""
+        """Sends a request and returns when the headers of the answer arrive, whatever the status."""
         try:
             return await self._send(method, path, headers, body, timeout)
         except _Broken:
-            # A kept-alive connection may have ended meanwhile, which says nothing of the request.
+            # An idle connection may have been closed meanwhile.
             if method not in _REPEATABLE:
                 raise
         return await self._send(method, path, headers, body, timeout)
@@ -112,11 +112,11 @@ class Transport:
             content=body if body is None or isinstance(body, bytes) else _pieces(body),
             timeout=self._httpx.Timeout(timeout, pool=None),
         )
-        with _as_ours("talking to the node", at=self._at, timeout=timeout):
+        with _as_ours("cannot talk to the node", at=self._at, timeout=timeout):
             return Response(await client.send(request, stream=True))
 
     async def close(self) -> None:
-        """Ends the connections at rest of the loop that runs."""
+        """Closes idle connections of the running loop."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
@@ -134,33 +134,33 @@ class Transport:
 
 
 async def sleep(seconds: float) -> None:
-    """Waits."""
+    """Sleeps."""
     await asyncio.sleep(seconds)
 
 
 async def settle(answer: Any) -> Any:
-    """What a callback came to, once it is done."""
+    """The result of a callback, awaited if it is a coroutine."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
 async def aside(work: Callable[..., T], *args: Any) -> T:
-    """Work that keeps others waiting, in a thread."""
+    """Runs blocking ``work`` in a thread."""
     return await asyncio.to_thread(work, *args)
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    """A file, read in a thread: it may be slow, and others wait."""
+    """Reads a file in a thread: it may be slow."""
     while piece := await asyncio.to_thread(file.read, PIECE):
         yield piece
 
 
 class _Broken(errors.ConnectionError):
-    """The connection ended before an answer began."""
+    """The connection broke before the answer started."""
 
 
 @contextlib.contextmanager
-def _as_ours(doing: str, *, at: str | None = None, timeout: float | None = None) -> Iterator[None]:
-    """Turns errors of the connection into errors of this package. ``at``: nothing has been answered yet."""
+def _as_ours(what: str, *, at: str | None = None, timeout: float | None = None) -> Iterator[None]:
+    """Converts connection errors to errors of this package. ``at``: the answer has not started yet."""
     import httpx
 
     try:
@@ -168,15 +168,15 @@ def _as_ours(doing: str, *, at: str | None = None, timeout: float | None = None)
     except httpx.ConnectTimeout as error:
         raise errors.ConnectionError(f"cannot connect to the node at {at}: {error!r}") from error
     except httpx.TimeoutException as error:
-        said = f"{doing} took longer than the client's timeout"
+        message = f"{what}: the client's timeout expired"
         raise errors.TimeoutError_(
-            said if at is None else f"no answer from the node within {timeout} s"
+            message if at is None else f"no answer from the node within {timeout} s"
         ) from error
     except httpx.ConnectError as error:
         raise errors.ConnectionError(f"cannot connect to the node at {at}: {error}") from error
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
         if at is None:
-            raise errors.ConnectionError(f"{doing} failed: {error!r}") from error
-        raise _Broken(f"the node ended the connection without an answer: {error!r}") from error
+            raise errors.ConnectionError(f"{what}: {error!r}") from error
+        raise _Broken(f"the node closed the connection without an answer: {error!r}") from error
     except httpx.HTTPError as error:
-        raise errors.ConnectionError(f"{doing} failed: {error!r}") from error
+        raise errors.ConnectionError(f"{what}: {error!r}") from error

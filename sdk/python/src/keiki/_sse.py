@@ -1,4 +1,4 @@
-"""Server-sent events, from bytes as they arrive: borders of chunks mean nothing."""
+"""Server-sent events, from bytes in pieces of any size."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Iterator, List
 
 @dataclass(frozen=True)
 class Event:
-    """One event. ``name`` is ``message`` where the server gave none."""
+    """One event. ``name`` is ``message`` if the server sent none."""
 
     name: str
     data: str
-    #: What a client that lost the stream sends back; the last one that came holds.
+    #: Sent back to resume a broken stream; that of the last event counts.
     id: str = ""
 
 
 class Decoder:
-    """Cuts a byte stream into events.
+    """Splits a byte stream into events.
 
-    Lines end with LF, CRLF or CR only: text may hold other characters that Python's ``splitlines`` would
-    split at. An event that the end of the stream cuts off is dropped, as the format demands.
+    Lines end with LF, CRLF or CR only: text may hold other characters at which Python's
+    ``splitlines`` splits. An event cut off by the end of the stream is dropped, as the standard
+    requires.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Decoder:
         self._skip_lf = False
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
-        """The events that this chunk completes."""
+        """Yields the events that this chunk completes."""
         for line in self._lines(chunk):
             if not line:
                 if self._data:
@@ -53,7 +54,7 @@ class Decoder:
             self._skip_lf = False
         if chunk:
             self._skip_lf = chunk.endswith(b"\r")
-        # bytes.splitlines knows LF, CR and CRLF only.
+        # bytes.splitlines splits at LF, CR and CRLF only.
         for line in chunk.splitlines(keepends=True):
             body = line.rstrip(b"\r\n")
             self._pending.append(body)

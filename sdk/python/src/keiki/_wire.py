@@ -1,4 +1,4 @@
-"""What is said to a node and how its refusals become exceptions; nothing here talks to one."""
+"""Requests, and exceptions from refused ones; no I/O."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from . import errors
 from ._version import __version__
 
 DEFAULT_URL = "http://127.0.0.1:7777"
-#: Makers of machines may take long on a busy node.
+#: Creating machines may take long on a busy node.
 MAKING_TIMEOUT = 180.0
 
 
 class Address(NamedTuple):
-    """A base URL, taken apart."""
+    """The parts of a base URL."""
 
     tls: bool
     host: str
     port: int | None
-    #: Path up to and with ``/v1``.
+    #: Path up to and including ``/v1``.
     prefix: str
 
 
 def address(url: str) -> Address:
-    """Takes a base URL apart; it may end with ``/v1`` and have a path before that."""
+    """Parses a base URL, which may have a path and may end with ``/v1``."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"not an http or https URL: {url!r}, expected one like http://127.0.0.1:7777")
+        raise ValueError(f"not an http or https URL: {url!r} (use one like http://127.0.0.1:7777)")
     try:
         port = parts.port
     except ValueError:
-        raise ValueError(f"the port of {url!r} is not a number from 0 to 65535") from None
+        raise ValueError(f"not a valid port in {url!r}") from None
     prefix = parts.path.rstrip("/")
     prefix = prefix if prefix.endswith("/v1") else prefix + "/v1"
     return Address(parts.scheme == "https", parts.hostname, port, prefix)
 
 
 def node_url(url: str | None) -> str:
-    """The URL that was given, or the environment's."""
+    """The given URL, or the one in the environment."""
     return (url or os.environ.get("KEIKI_URL") or DEFAULT_URL).rstrip("/")
 
 
 def api_key(key: str | None) -> str:
-    """The key that was given, or the environment's; empty for none."""
+    """The given key, or the one in the environment; empty for none."""
     key = os.environ.get("KEIKI_API_KEY", "") if key is None else key
     if not key.isascii() or any(char in key for char in "\r\n"):
         raise ValueError("the API key must be one line of ASCII")
@@ -55,7 +55,7 @@ def api_key(key: str | None) -> str:
 
 
 def common_headers(key: str) -> Dict[str, str]:
-    """What every request says."""
+    """Headers of every request."""
     headers = {"Accept": "application/json", "User-Agent": f"keiki-python/{__version__}"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -63,31 +63,31 @@ def common_headers(key: str) -> Dict[str, str]:
 
 
 def with_query(path: str, query: Mapping[str, str] | None) -> str:
-    """A path and its query."""
+    """A path with its query."""
     return f"{path}?{urllib.parse.urlencode(query)}" if query else path
 
 
 def segment(text: str) -> str:
-    """An id as part of a path."""
+    """Encodes an id as a path segment."""
     if not text or text in (".", ".."):
         raise ValueError(f"not an id: {text!r}")
     return urllib.parse.quote(text, safe="")
 
 
 def present(request: Mapping[str, Any]) -> Dict[str, Any]:
-    """The fields that were given."""
+    """The fields that are not None."""
     return {name: value for name, value in request.items() if value is not None}
 
 
 def json_body(value: Mapping[str, Any] | None) -> Tuple[bytes | None, Dict[str, str]]:
-    """Body and headers of a JSON request; no body for None."""
+    """Body and headers of a JSON request; None has no body."""
     if value is None:
         return None, {}
     return json.dumps(value).encode(), {"Content-Type": "application/json"}
 
 
 def decode(body: bytes, status: int, request_id: str | None) -> Any:
-    """A JSON answer; None for an empty one."""
+    """Decodes a JSON answer; None if it is empty."""
     if not body:
         return None
     try:
@@ -99,12 +99,12 @@ def decode(body: bytes, status: int, request_id: str | None) -> Any:
 def refusal(
     status: int, request_id: str | None, retry_after: str | None, body: bytes, command: bool
 ) -> errors.KeikiError:
-    """The exception for a status that is no success. ``command``: a 504 is the command's time limit."""
+    """The exception for an error status. ``command``: a 504 means that the command timed out."""
     text = body.decode("utf-8", "replace")
     sentence = _sentence(text)
     message = sentence or text.strip()[:2000] or f"the node answered HTTP {status}"
     if status in (429, 503, 507):
-        # Only the node's own words promise that nothing was made; a proxy's 503 does not.
+        # Only an answer of the node itself promises that nothing was created, not a proxy's 503.
         hint = _seconds(retry_after) if sentence else None
         return errors.CapacityError(message, retry_after=hint, status=status, request_id=request_id)
     kind = errors.BadRequestError if status < 500 else errors.ServerError  # type: type[errors.KeikiError]

@@ -1,5 +1,5 @@
-# Made of _async/client.py by unasync.py: change that, and run it.
-"""The client: where the node is, with which key, and what is sent again."""
+# Generated from _async/client.py by unasync.py. Do not edit.
+"""The client: address, key and retries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .stream import Stream
 
 
 class Client:
-    """A node and the key to it. Safe to share between threads.
+    """A connection to one node. Safe to share between threads.
 
-    ``timeout``: seconds to wait for an answer (None: for ever). Commands wait as long as they may run.
-    ``capacity_retry_seconds``: how long create, restore, fork and snapshot try again while the node answers
-    429 or 503 with ``Retry-After``, which promises that nothing was made; 0: never.
-    ``connection_retries``: how often they are sent again where the connection broke and nobody knows whether
-    something was made. They carry an ``Idempotency-Key``, so the node carries them out once.
+    ``timeout``: seconds to wait for an answer; None waits forever. Commands wait as long as they
+    may run.
+    ``capacity_retry_seconds``: how long to retry create, restore, fork and snapshot while the node
+    answers 429 or 503 with ``Retry-After``, which means that it created nothing; 0 never retries.
+    ``connection_retries``: how often to resend them after the connection broke and the outcome is
+    unknown. They carry an ``Idempotency-Key``, so the node executes them once.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Client:
         self._transport = Transport(self.url)
 
     def close(self) -> None:
-        """Ends the kept-alive connections."""
+        """Closes the kept-alive connections."""
         self._transport.close()
 
     def __enter__(self) -> Client:
@@ -65,33 +66,33 @@ class Client:
         return dict(answer) if isinstance(answer, Mapping) else {}
 
     def templates(self) -> List[Template]:
-        """What sandboxes can be made of."""
+        """All templates."""
         return [Template.parse(one) for one in items(self.call("GET", "/templates"), "items")]
 
     def build_template(
         self, name: str, *, rebake: bool = False, force: bool = False, timeout_seconds: float | None = None
     ) -> Template:
-        """Builds a template, or joins the build that runs, and waits for its end: minutes where packages have
-        to be fetched, nothing where it is current. ``rebake``: the one boot again although nothing changed.
-        ``force``: newer packages too. After ``timeout_seconds`` it raises :class:`TimeoutError_`, and the
-        build goes on."""
+        """Builds a template, or joins a running build, and waits for it to finish. That takes
+        minutes if packages have to be downloaded, and no time if the template is current.
+        ``rebake``: build again even if nothing changed. ``force``: also fetch the latest packages.
+        Raises :class:`TimeoutError_` after ``timeout_seconds``; the build continues."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         request = {"name": name, "rebake": rebake, "force": force}
         build = self.call("POST", "/templates/build", json=request)
         while not build["ended_at"]:
             if deadline is not None and time.monotonic() >= deadline:
-                raise errors.TimeoutError_(f"template {name} is not built after {timeout_seconds} s")
+                raise errors.TimeoutError_(f"template {name} is still being built after {timeout_seconds} s")
             sleep(0.5)
             build = self.call("GET", f"/templates/builds/{_wire.segment(build['id'])}")
         if build["status"] != "done":
-            raise errors.ServerError(f"template {name} could not be built: {build['error']}")
+            raise errors.ServerError(f"failed to build template {name}: {build['error']}")
         return Template.parse(self.call("GET", f"/templates/{_wire.segment(name)}"))
 
     def events(
         self, *, sandbox_id: str | None = None, since: int | None = None, limit: int | None = None
     ) -> List[SandboxEvent]:
-        """What happened on the node, or to one sandbox, oldest first: the last of it, or what followed the
-        event number ``since``; at most ``limit`` (default 200)."""
+        """Events of the node or of one sandbox, oldest first: the latest, or those after event
+        number ``since``; at most ``limit`` (default 200)."""
         query = _wire.present({"since": _word(since), "limit": _word(limit)})
         answer = self.call("GET", _events_path(sandbox_id), query=query)
         return [SandboxEvent.parse(event) for event in items(answer, "items")]
@@ -99,8 +100,8 @@ class Client:
     def events_stream(
         self, *, sandbox_id: str | None = None, since: int | None = None
     ) -> Stream[SandboxEvent]:
-        """The same, and then what happens, as it happens. Goes on where it was if the connection breaks. The
-        events of one sandbox end with its deletion."""
+        """Past events, then new ones as they happen. Resumes after a broken connection. The events
+        of one sandbox end when it is deleted."""
         return Stream(self._follow(_events_path(sandbox_id), since))
 
     def _follow(self, path: str, since: int | None) -> Generator[SandboxEvent, None, None]:
@@ -133,9 +134,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         making: bool = False,
     ) -> Any:
-        """One JSON request to ``/v1``; returns the decoded answer, None for an empty one.
+        """Sends a JSON request to ``/v1`` and returns the decoded answer, None if it is empty.
 
-        ``making``: the request makes or moves machines; gets more time. Sent once, see :meth:`make`.
+        ``making``: the request creates or moves machines, and gets more time. Sent once; see
+        :meth:`make`.
         """
         body, type_headers = _wire.json_body(json)
         timeout = self._making_timeout() if making else self.timeout
@@ -154,7 +156,7 @@ class Client:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """One request with this body; returns the decoded answer, None for an empty one."""
+        """Sends a request with this body and returns the decoded answer, None if it is empty."""
         with self.open(
             method, path, query=query, headers=headers, body=body, timeout=self.timeout
         ) as response:
@@ -163,9 +165,9 @@ class Client:
     def make(
         self, path: str, json: Mapping[str, Any] | None, *, idempotency_key: str | None = None
     ) -> Any:
-        """POST that makes something, sent again while the node says "later, and nothing was made", and where
-        the connection broke. All have one name, so that it is carried out once; without ``idempotency_key``
-        that is a new one."""
+        """POSTs a request that creates something. Retries it while the node has no capacity and
+        created nothing, and after a broken connection. All attempts share one ``idempotency_key``,
+        by default a new one, so the node executes the request once."""
         headers = {"Idempotency-Key": uuid.uuid4().hex if idempotency_key is None else idempotency_key}
         deadline = time.monotonic() + self.capacity_retry_seconds
         refused = broken = 0
@@ -178,7 +180,7 @@ class Client:
                 left = deadline - time.monotonic()
                 if error.retry_after > left or left <= 0:
                     raise
-                # Spread the crowd that was refused together.
+                # Spread out clients that were refused together.
                 wait = min(error.retry_after + random.uniform(0, min(2.0**refused, 15.0)), left)
                 refused += 1
             except errors.ConnectionError:
@@ -199,17 +201,18 @@ class Client:
         timeout: float | None = None,
         command: bool = False,
     ) -> Response:
-        """One request; returns the answer with its body unread. Raises for any status but 2xx.
+        """Sends a request and returns the answer with its body unread. Raises for any status but
+        2xx.
 
-        ``command``: a 504 means that the command, not the node, took too long.
+        ``command``: a 504 means that the command, not the node, timed out.
         """
         every = {**_wire.common_headers(self._key), **(headers or {})}
         response = self._transport.send(method, _wire.with_query(path, query), every, body, timeout)
         if 200 <= response.status < 300:
             return response
         with response:
-            said = response.read()
-        raise _wire.refusal(response.status, response.request_id, response.retry_after, said, command)
+            answer = response.read()
+        raise _wire.refusal(response.status, response.request_id, response.retry_after, answer, command)
 
     def _making_timeout(self) -> float | None:
         return None if self.timeout is None else max(self.timeout, _wire.MAKING_TIMEOUT)
@@ -224,7 +227,7 @@ def sse(response: Response) -> Generator[_sse.Event, None, None]:
 
 
 def backoff(failures: int) -> float:
-    """How long to wait after so many broken connections."""
+    """How long to wait after this many failures in a row."""
     return random.uniform(0.5, 1.0) * min(2.0 ** (failures - 1), 8.0)
 
 
@@ -237,7 +240,7 @@ def _events_path(sandbox_id: str | None) -> str:
 
 
 def default_client() -> Client:
-    """The client that calls use which are given none: made of ``KEIKI_URL`` and ``KEIKI_API_KEY``."""
+    """The client used when none is passed, from ``KEIKI_URL`` and ``KEIKI_API_KEY``."""
     key = (os.environ.get("KEIKI_URL", ""), os.environ.get("KEIKI_API_KEY", ""))
     with _defaults_lock:
         client = _defaults.get(key)

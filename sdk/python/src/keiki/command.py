@@ -1,5 +1,5 @@
-# Made of _async/command.py by unasync.py: change that, and run it.
-"""Commands that go on without their caller."""
+# Generated from _async/command.py by unasync.py. Do not edit.
+"""Background commands."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .models import ExecEvent, number, optional_number, text
 from .client import Client, backoff, sse
 from .stream import Stream
 
-#: How often :meth:`Command.wait` looks, at first and later.
+#: First and longest interval at which :meth:`Command.wait` polls.
 SOON, LATER = 0.1, 1.0
 
 
 class Command:
-    """A command in a sandbox, running or ended. The guest keeps it, with the last MiB of each of its streams:
-    a fork has its own copy of it, and neither a lost connection nor a restart of the node ends it.
+    """A command in a sandbox, running or exited. The guest keeps the last MiB of each of its
+    streams. A fork has its own copy of the command, and it survives lost connections and restarts
+    of the node.
 
-    Attributes show what the node said last; :meth:`refresh` asks again.
+    Attributes are those of the last answer; :meth:`refresh` updates them.
     """
 
     def __init__(self, data: Mapping[str, Any], client: Client, sandbox_id: str) -> None:
@@ -33,40 +34,40 @@ class Command:
         self._update(data)
 
     def _update(self, data: Mapping[str, Any]) -> None:
-        #: running or exited.
+        #: ``running`` or ``exited``.
         self.status: str = text(data, "status")
         self.argv: Tuple[str, ...] = tuple(str(part) for part in data.get("argv") or [])
         self.pid: int = number(data, "pid")
         self.started_at: str = text(data, "started_at")
-        #: Somebody reads its output now.
+        #: A caller is reading its output.
         self.attached: bool = bool(data.get("attached"))
-        #: Bytes it has written so far.
+        #: Bytes written so far.
         self.stdout_bytes: int = number(data, "stdout_bytes")
         self.stderr_bytes: int = number(data, "stderr_bytes")
         #: None while it runs.
         self.exit_code: int | None = optional_number(data, "exit_code")
-        #: It was killed because its time was up.
+        #: It was killed by its timeout.
         self.timed_out: bool = bool(data.get("timed_out"))
         self.duration_ms: int | None = optional_number(data, "duration_ms")
 
     def refresh(self) -> Command:
-        """Asks the node for the state of now; returns self."""
+        """Updates the attributes; returns self."""
         self._update(self._client.call("GET", self._path))
         return self
 
     def stream(
         self, *, stdout_offset: int | None = None, stderr_offset: int | None = None, tail: int | None = None
     ) -> Stream[ExecEvent]:
-        """Its output from these offsets on (default: from the beginning), or only the last ``tail`` bytes and
-        what follows, then its exit. Goes on where it was if the connection breaks; closing it ends nothing.
-        One reader at a time: a new one takes over. An ``offset`` that jumps tells that output was overwritten
-        before anybody read it."""
+        """Streams its output from these offsets (by default from the start), or the last ``tail``
+        bytes and all that follows, then its exit. Resumes after a broken connection; closing the
+        stream leaves the command running. Only one caller can read at a time: a new one takes over.
+        A gap between offsets means that output was overwritten before it was read."""
         place = {"stdout_offset": stdout_offset, "stderr_offset": stderr_offset, "tail": tail}
         return Stream(self._read({name: str(at) for name, at in present(place).items()}))
 
     def wait(self, timeout_seconds: float | None = None) -> int:
-        """Waits until it has ended, whoever reads it; returns its exit code. After ``timeout_seconds``
-        it raises :class:`TimeoutError_`, and the command goes on."""
+        """Waits until it exits and returns its exit code. Raises :class:`TimeoutError_` after
+        ``timeout_seconds``; the command keeps running."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         nap = SOON
         while True:
@@ -74,25 +75,25 @@ class Command:
             if self.exit_code is not None:
                 return self.exit_code
             if deadline is not None and time.monotonic() >= deadline:
-                raise errors.TimeoutError_(f"the command still runs after {timeout_seconds} s")
+                raise errors.TimeoutError_(f"the command is still running after {timeout_seconds} s")
             sleep(nap)
             nap = min(nap * 1.5, LATER)
 
     def write(self, data: str | bytes, *, eof: bool = False) -> int:
-        """Gives it input, and with ``eof`` its end; returns how many bytes it took."""
+        """Writes to its input, and with ``eof`` closes it; returns how many bytes it accepted."""
         body = data.encode() if isinstance(data, str) else data
         return self._stdin(body, {"eof": "true"} if eof else None)
 
     def close_stdin(self) -> None:
-        """Ends its input."""
+        """Closes its input."""
         self._stdin(b"", {"eof": "true"})
 
     def signal(self, signal: str | int) -> None:
-        """Sends a signal, by name or number, to every process of it."""
+        """Sends a signal, by name or number, to all its processes."""
         self._client.call("POST", self._path + "/signal", json={"signal": signal})
 
     def kill(self) -> None:
-        """Kills what still runs of it, and forgets it."""
+        """Kills it, if it is still running, and forgets it."""
         self._client.call("DELETE", self._path)
 
     def _stdin(self, body: bytes, query: Mapping[str, str] | None) -> int:
@@ -119,7 +120,7 @@ class Command:
                         yield parsed
                         if parsed.kind == "exit":
                             return
-                raise errors.ExecInterrupted("the output ended before the exit code came")
+                raise errors.ExecInterrupted("the output ended before the exit code")
             except errors.ConnectionError:
                 if broken >= self._client.connection_retries:
                     raise

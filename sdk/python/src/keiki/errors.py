@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree of exceptions under :class:`KeikiError`."""
+"""Exceptions, all under :class:`KeikiError`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import builtins
 
 
 class KeikiError(Exception):
-    """Base of all errors of this package. ``str()`` is the node's sentence."""
+    """Base of all errors of this package. ``str()`` is the node's message."""
 
     def __init__(self, message: str, *, status: int | None = None, request_id: str | None = None) -> None:
         super().__init__(message)
-        #: HTTP status of the answer; None where there was no answer.
+        #: HTTP status of the answer; None if there was none.
         self.status = status
-        #: ``X-Request-Id`` of the answer: finds the operation in the node's log.
+        #: ``X-Request-Id`` of the answer, to find the operation in the node's log.
         self.request_id = request_id
 
 
@@ -25,7 +25,7 @@ class NotFoundError(KeikiError):
 
 
 class BadRequestError(KeikiError):
-    """The request is wrong; the message names the field (other 4xx)."""
+    """The request is invalid; the message names the field (other 4xx)."""
 
 
 class IdempotencyError(BadRequestError):
@@ -37,7 +37,7 @@ class ConflictError(KeikiError):
 
 
 class CapacityError(KeikiError):
-    """The node cannot do it now (429, 503) or has no room for it (507). Nothing was made."""
+    """The node is busy (429, 503) or out of space (507). Nothing was created."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CapacityError(KeikiError):
         request_id: str | None = None,
     ) -> None:
         super().__init__(message, status=status, request_id=request_id)
-        #: Seconds after which trying again makes sense; None where the node did not say.
+        #: Seconds to wait before a retry; None if the node did not say.
         self.retry_after = retry_after
 
 
@@ -57,15 +57,15 @@ class ServerError(KeikiError):
 
 
 class ConnectionError(KeikiError, builtins.ConnectionError):
-    """No answer came from the node. Whether the request was carried out is unknown."""
+    """The node did not answer. Whether the request was executed is unknown."""
 
 
 class TimeoutError_(KeikiError, builtins.TimeoutError):
-    """Something took too long: no answer within the client's timeout, or the node answered 504."""
+    """No answer within the client's timeout, or the node answered 504."""
 
 
 class SandboxTimeout(TimeoutError_):
-    """The command ran out of its ``timeout_seconds``; all its processes were killed."""
+    """The command exceeded its ``timeout_seconds``; all its processes were killed."""
 
     def __init__(
         self,
@@ -77,23 +77,23 @@ class SandboxTimeout(TimeoutError_):
         request_id: str | None = None,
     ) -> None:
         super().__init__(message, status=status, request_id=request_id)
-        #: What a streamed command had written by then; empty for a buffered one.
+        #: Output of a streamed command up to then; empty for a buffered one.
         self.stdout = stdout
         self.stderr = stderr
 
 
 class ExecInterrupted(ConnectionError):
-    """The stream of a command ended before its exit code arrived."""
+    """The output of a command ended before its exit code."""
 
     def __init__(self, message: str, *, stdout: str = "", stderr: str = "") -> None:
         super().__init__(message)
-        #: What had arrived by then.
+        #: Output up to then.
         self.stdout = stdout
         self.stderr = stderr
 
 
 class ArchiveError(KeikiError):
-    """A file tree cannot be packed, or what came is not what may be unpacked. Nothing of it was unpacked."""
+    """A tree cannot be packed, or an archive is unsafe to unpack. Nothing was unpacked."""
 
 
 class CommandFailed(KeikiError):

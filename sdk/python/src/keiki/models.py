@@ -1,4 +1,4 @@
-"""What the node answers, as plain typed values. Unknown fields of newer nodes are ignored."""
+"""Typed answers of the node. Unknown fields of newer nodes are ignored."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 
 def text(data: Mapping[str, Any], name: str) -> str:
-    """A field as text; empty where it is missing or null."""
+    """A field as text; empty if missing or null."""
     value = data.get(name)
     return "" if value is None else str(value)
 
 
 def optional_text(data: Mapping[str, Any], name: str) -> str | None:
-    """A field as text; None where it is missing, null or empty."""
+    """A field as text; None if missing, null or empty."""
     return text(data, name) or None
 
 
 def number(data: Mapping[str, Any], name: str) -> int:
-    """A field as an integer; 0 where it is missing or null."""
+    """A field as an integer; 0 if missing or null."""
     return int(data.get(name) or 0)
 
 
 def optional_number(data: Mapping[str, Any], name: str) -> int | None:
-    """A field as an integer; None where it is missing or null."""
+    """A field as an integer; None if missing or null."""
     value = data.get(name)
     return None if value is None else int(value)
 
@@ -36,7 +36,7 @@ def labels(data: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def unbase64(value: object) -> bytes | None:
-    """Bytes of a base64 field; None where it is missing or damaged."""
+    """Bytes of a base64 field; None if missing or invalid."""
     if not isinstance(value, str):
         return None
     try:
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Timings:
-    """How long an operation took at the node, in ms. None: has no such part."""
+    """How long an operation took on the node, in ms. None: it has no such part."""
 
     total_ms: float
     vcpu_pause_ms: float | None
@@ -66,7 +66,6 @@ class Timings:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any] | None) -> Timings | None:
-        """From the wire."""
         if not data:
             return None
 
@@ -99,7 +98,6 @@ class MemoryUse:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any] | None) -> MemoryUse | None:
-        """From the wire."""
         if not data:
             return None
         return cls(
@@ -113,7 +111,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """How long a sandbox may idle, and what happens then."""
+    """How long a sandbox may be idle, and what happens then."""
 
     ttl_seconds: int
     persistent: bool
@@ -121,32 +119,30 @@ class Lifecycle:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Lifecycle:
-        """From the wire."""
         return cls(number(data, "ttl_seconds"), bool(data.get("persistent")), number(data, "idle_seconds"))
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file, directory or other entry in a sandbox. A symlink is itself, not what it points to."""
+    """A file, directory or other entry in a sandbox. Symlinks are not followed."""
 
     name: str
     path: str
     is_dir: bool
     size: int
-    #: Permission bits as octal text, for example ``0644``.
+    #: Permission bits as four octal digits, e.g. ``0644``.
     mode: str
-    #: Seconds since the epoch.
+    #: Modification time, in seconds since the epoch.
     mtime: int
     #: ``file``, ``dir``, ``symlink``, ``fifo``, ``socket``, ``block`` or ``char``.
     kind: str
     uid: int
     gid: int
-    #: Where a symlink points.
+    #: Target of a symlink.
     target: str | None
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> FileEntry:
-        """From the wire."""
         return cls(
             name=text(data, "name"),
             path=text(data, "path"),
@@ -163,19 +159,19 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class FileEvent:
-    """A change at or below a path that is watched."""
+    """A change at or below a watched path."""
 
-    #: ``ready`` first; ``created``, ``modified``, ``closed`` (after writing), ``attributes``, ``removed``,
-    #: ``moved``; ``overflow``: some are missing, because they were not read in time.
+    #: ``ready`` comes first, then ``created``, ``modified``, ``closed`` (after writing),
+    #: ``attributes``, ``removed`` or ``moved``. ``overflow`` means that events were lost, because
+    #: they were not read in time.
     kind: str
     path: str
-    #: ``moved``: the old path.
+    #: Old path, if ``moved``.
     old_path: str | None
     is_dir: bool
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> FileEvent:
-        """From the wire."""
         return cls(
             text(data, "kind"), text(data, "path"), optional_text(data, "from"), bool(data.get("is_dir"))
         )
@@ -183,80 +179,78 @@ class FileEvent:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """What an archive that was unpacked held."""
+    """What was unpacked from an archive."""
 
     path: str
     files: int
     dirs: int
     symlinks: int
-    #: Contents of the files.
+    #: Size of the files' contents.
     bytes: int
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Unpacked:
-        """From the wire."""
         counts = (number(data, name) for name in ("files", "dirs", "symlinks", "bytes"))
         return cls(text(data, "path"), *counts)
 
 
 @dataclass(frozen=True)
 class Port:
-    """A TCP port that something in a sandbox listens on."""
+    """A listening TCP port in a sandbox."""
 
     port: int
-    #: Where it listens, inside: ``0.0.0.0``, ``127.0.0.1``, ``::``.
+    #: Address it listens on, e.g. ``0.0.0.0``, ``127.0.0.1`` or ``::``.
     address: str
-    #: Whose it is, where that was found.
+    #: Process that listens, if found.
     pid: int | None
     process: str | None
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Port:
-        """From the wire."""
         owner = optional_number(data, "pid"), optional_text(data, "process")
         return cls(number(data, "port"), text(data, "address"), *owner)
 
 
 @dataclass(frozen=True)
 class Preview:
-    """A link to a port of a sandbox, for a browser. Whoever has it may use that port, and nothing else."""
+    """A browser link to a port in a sandbox. It gives access to that port and nothing else."""
 
     url: str
     port: int
-    #: None where the node asks for no keys: the link needs no time limit then.
+    #: End of validity; None if the node requires no API key.
     expires_at: str | None
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Preview:
-        """From the wire."""
         return cls(text(data, "url"), number(data, "port"), optional_text(data, "expires_at"))
 
 
 @dataclass(frozen=True)
 class Secret:
-    """A file in memory, ``/run/keiki/secrets/NAME``, that only ``owner`` can read. The node keeps no value.
+    """A file in memory, ``/run/keiki/secrets/NAME``, that only ``owner`` can read. The node does
+    not store it.
 
-    What becomes of it in copies, each ``inherit``, ``drop`` or ``replace`` (a fork or restore must bring the
-    new value):
+    Its fate in copies is ``inherit``, ``drop`` or ``replace`` (a fork or restore must give a new
+    value).
     """
 
     #: At most 64 KiB. Not part of ``repr()``.
     value: str = field(repr=False)
-    #: In forks. Default ``inherit``.
+    #: Fate in forks; ``inherit`` by default.
     on_fork: str | None = None
-    #: In what is restored from a snapshot. Default ``drop``.
+    #: Fate in sandboxes restored from a snapshot; ``drop`` by default.
     on_restore: str | None = None
-    #: A user of the sandbox: a name, ``uid`` or ``uid:gid``. Default root.
+    #: A name, ``uid`` or ``uid:gid`` in the sandbox; root by default.
     owner: str | None = None
 
     def wire(self) -> Dict[str, str]:
-        """As it is sent."""
+        """The secret as it is sent."""
         fates = {"on_fork": self.on_fork, "on_restore": self.on_restore, "owner": self.owner}
         return {"value": self.value, **{name: value for name, value in fates.items() if value is not None}}
 
 
 def secrets_wire(secrets: Mapping[str, str | Secret] | None) -> Dict[str, Dict[str, str]] | None:
-    """Secrets as they are sent; a plain text has the default fates."""
+    """Secrets as they are sent; a plain string has the default fates."""
     if not secrets:
         return None
     return {
@@ -266,22 +260,21 @@ def secrets_wire(secrets: Mapping[str, str | Secret] | None) -> Dict[str, Dict[s
 
 @dataclass(frozen=True)
 class ExecResult:
-    """A command that has ended."""
+    """The result of a command."""
 
-    #: As text; bytes that are no UTF-8 are replaced. ``stdout_bytes`` is exact.
+    #: As text, with U+FFFD for bytes that are not UTF-8. ``stdout_bytes`` is exact.
     stdout: str
     stderr: str
     #: As a shell reports it: 128+n for signal n, 127 not found, 126 not executable.
     exit_code: int
     duration_ms: int
-    #: More than 16 MiB came on a stream and the rest is not in here.
+    #: A stream was longer than 16 MiB, and the rest was dropped.
     truncated: bool
     stdout_bytes: bytes
     stderr_bytes: bytes
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> ExecResult:
-        """From the wire."""
         stdout, stderr = text(data, "stdout"), text(data, "stderr")
         exact_out, exact_err = unbase64(data.get("stdout_base64")), unbase64(data.get("stderr_base64"))
         return cls(
@@ -297,41 +290,40 @@ class ExecResult:
 
 @dataclass(frozen=True)
 class ExecEvent:
-    """One piece of a running command's life."""
+    """Output or exit of a command."""
 
     #: ``stdout``, ``stderr`` or ``exit``.
     kind: str
-    #: The piece as text.
+    #: Output as text.
     text: str = ""
-    #: The piece, exact.
+    #: The exact output.
     data: bytes = b""
-    #: Only of ``exit``.
+    #: Set for ``exit``.
     exit_code: int = 0
     duration_ms: int | None = None
-    #: Where in its stream the piece begins; only of :meth:`Command.stream`.
+    #: Offset in the stream; set by :meth:`Command.stream`.
     offset: int | None = None
 
 
 @dataclass(frozen=True)
 class Template:
-    """A starting point on the node."""
+    """A template."""
 
     name: str
     description: str
-    #: ready, building or missing.
+    #: ``ready``, ``building`` or ``missing``.
     status: str
-    #: Content digest of what it was baked from; empty while never built.
+    #: Digest of what it was built from; empty until it is built.
     version: str
     cpu: int
     memory_mb: int
     disk_mb: int
     size_bytes: int
-    #: When it was baked.
+    #: When it was built.
     created_at: str
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Template:
-        """From the wire."""
         return cls(
             name=text(data, "name"),
             description=text(data, "description"),
@@ -347,29 +339,28 @@ class Template:
 
 @dataclass(frozen=True)
 class SandboxEvent:
-    """Something that happened to a sandbox."""
+    """An event in the life of a sandbox."""
 
-    #: Its number on the node: only grows, with gaps.
+    #: Number on this node: increasing, with gaps.
     seq: int
     at: str
     sandbox_id: str
-    #: created, running, paused, resumed, frozen, forked, snapshotted, hibernated, woken, expired, deleted or
-    #: failed; newer nodes may have more.
+    #: created, running, paused, resumed, frozen, forked, snapshotted, hibernated, woken, expired,
+    #: deleted or failed; newer nodes may have more.
     kind: str
-    #: ``failed``: why.
+    #: For ``failed``: why.
     reason: str | None
-    #: How long it took; ``frozen``: how long its vCPUs stood still.
+    #: How long it took; for ``frozen``, how long its vCPUs were paused.
     ms: float | None
-    #: ``created``: the sandbox it was forked from.
+    #: For ``created``: the sandbox it was forked from.
     parent_sandbox_id: str | None
-    #: ``created``: restored from it. ``snapshotted``: the new one.
+    #: For ``created``: the snapshot it was restored from. For ``snapshotted``: the new snapshot.
     snapshot_id: str | None
-    #: ``forked``: who.
+    #: For ``forked``: the children.
     children: Tuple[str, ...]
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> SandboxEvent:
-        """From the wire."""
         ms = data.get("ms")
         return cls(
             seq=number(data, "seq"),
@@ -385,7 +376,7 @@ class SandboxEvent:
 
 
 def items(data: object, *names: str) -> List[Mapping[str, Any]]:
-    """The list in an answer: bare, or under one of ``names``."""
+    """The list in an answer, bare or under one of ``names``."""
     if isinstance(data, Mapping):
         data = next((data[name] for name in names if data.get(name) is not None), [])
     return list(data) if isinstance(data, list) else []

@@ -1,5 +1,5 @@
-# Made of _async/snapshot.py by unasync.py: change that, and run it.
-"""Snapshots: a machine at one instant, kept."""
+# Generated from _async/snapshot.py by unasync.py. Do not edit.
+"""Snapshots: machines saved at one instant."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Snapshot:
     """Memory, device state and disk of a machine at one instant, stored on the node.
 
-    It needs nothing else: the sandbox it was taken of, and that sandbox's ancestors, may be deleted.
+    It is self-contained: its sandbox, and that sandbox's ancestors, may be deleted.
     """
 
     def __init__(self, data: Mapping[str, Any], client: Client) -> None:
         self._client = client
         self.id: str = str(data["id"])
-        #: The sandbox it was taken of.
+        #: Sandbox it was taken of.
         self.sandbox_id: str = text(data, "sandbox_id")
         self.template: str = text(data, "template")
         self.template_version: str = text(data, "template_version")
@@ -32,13 +32,14 @@ class Snapshot:
         self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
         self.engine: str = text(data, "engine")
         self.metadata: Dict[str, str] = labels(data)
-        #: Seconds since it was taken, when the node was asked.
+        #: Seconds since it was taken, as of the last answer.
         self.age_seconds: int = number(data, "age_seconds")
-        #: Release of the kernel in it; empty where it was not recorded.
+        #: Kernel release in it; empty if unknown.
         self.kernel: str = text(data, "kernel")
-        #: Why it should be made anew: ``template_rebuilt``, ``old``, ``refused`` (restored no more).
+        #: Reasons to take it again: ``template_rebuilt``, ``old``, ``refused`` (too old to
+        #: restore).
         self.stale: List[str] = [str(why) for why in data.get("stale") or []]
-        #: Of the freeze; only on the object that :meth:`Sandbox.snapshot` returned.
+        #: Times of the freeze; only on the object that :meth:`Sandbox.snapshot` returned.
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
     @classmethod
@@ -53,7 +54,7 @@ class Snapshot:
 
     @classmethod
     def get(cls, id: str, *, client: Client | None = None) -> Snapshot:
-        """The snapshot with this id."""
+        """Finds a snapshot by id."""
         client = client or default_client()
         return cls(client.call("GET", f"/snapshots/{segment(id)}"), client)
 
@@ -66,10 +67,10 @@ class Snapshot:
         secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+        """Creates a sandbox that continues from the snapshot. The snapshot stays.
 
-        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
-        ``on_restore`` says, by default not there.
+        ``secrets``: adds secrets, and gives new values to those whose fate is ``replace``. Secrets
+        of the snapshot follow their ``on_restore``, by default ``drop``.
         """
         from .sandbox import Sandbox
 
@@ -92,7 +93,7 @@ class Snapshot:
         secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
-        """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
+        """Same as :meth:`restore`: a snapshot does not run, so there is nothing else to fork."""
         return self.restore(
             ttl_seconds=ttl_seconds,
             persistent=persistent,
@@ -102,7 +103,7 @@ class Snapshot:
         )
 
     def delete(self) -> None:
-        """Removes it. Sandboxes restored from it and later snapshots are not touched."""
+        """Deletes it. Sandboxes restored from it, and later snapshots, stay."""
         self._client.call("DELETE", f"/snapshots/{segment(self.id)}")
 
     def __repr__(self) -> str:

@@ -1,5 +1,5 @@
-# Made of _async/stream.py by unasync.py: change that, and run it.
-"""Things that come one after the other."""
+# Generated from _async/stream.py by unasync.py. Do not edit.
+"""Streams."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 class Stream(Generic[T]):
-    """An iterator over what a node sends. Closing it early, by :meth:`close` or as a context manager, ends
-    what sends it: a command is killed. The request is sent when the first thing is asked for."""
+    """An iterator over a stream from the node. Closing it early, with :meth:`close` or as a context
+    manager, ends its source: a command is killed. The request is sent when the first item is
+    requested."""
 
     def __init__(self, source: Generator[T, None, None]) -> None:
         self._source = source
@@ -23,7 +24,7 @@ class Stream(Generic[T]):
         return self._source.__next__()
 
     def close(self) -> None:
-        """Ends it. Closing it again does nothing."""
+        """Closes the stream. Can be called more than once."""
         self._source.close()
 
     def __enter__(self) -> Stream[T]:

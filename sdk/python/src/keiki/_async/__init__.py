@@ -1,2 +1,2 @@
-"""The source of both twins. The modules beside this package that have the same names are made of these by
-``sdk/python/unasync.py``; a test proves that they are current."""
+"""The source of both clients. ``sdk/python/unasync.py`` generates the modules of the same names
+beside this package from these; a test checks that they are current."""

@@ -20,7 +20,7 @@ Mode = Union[int, str]
 
 
 class AsyncFilesystem:
-    """Files in one sandbox. Paths are absolute; errors are those of :mod:`keiki.errors`."""
+    """Files in one sandbox. Paths are absolute; errors come from :mod:`keiki.errors`."""
 
     def __init__(self, client: AsyncClient, sandbox_id: str) -> None:
         self._client = client
@@ -28,22 +28,22 @@ class AsyncFilesystem:
         self._archive = f"/sandboxes/{segment(sandbox_id)}/archive"
 
     async def read(self, path: str) -> bytes:
-        """Contents of a file."""
+        """Reads a file."""
         return b"".join([chunk async for chunk in self.read_stream(path)])
 
     async def read_text(self, path: str, encoding: str = "utf-8") -> str:
-        """Contents of a text file."""
+        """Reads a text file."""
         return (await self.read(path)).decode(encoding)
 
     def read_stream(self, path: str) -> AsyncStream[bytes]:
-        """Contents of a file of any size, as they arrive. Raises if the file is cut off on its way."""
+        """Streams a file of any size. Raises if the connection breaks."""
         return AsyncStream(self._chunks(self._base, path, "application/octet-stream"))
 
     async def write(self, path: str, data: bytes | str | BinaryIO, *, mode: Mode | None = None) -> int:
-        """Writes a whole file and returns its size; missing parents are made.
+        """Writes a file, atomically, and returns its size. Creates missing parents.
 
-        Text is written as UTF-8. A binary file object is streamed, whatever its size. The old file stays
-        until the new one is whole. ``mode``: permission bits; default those of the old file, or 0644.
+        Text is written as UTF-8. A binary file object of any size is streamed. ``mode``: permission
+        bits; by default those of the old file, or 0644.
         """
         query = present({"path": path, "mode": None if mode is None else _octal(mode)})
         body = data.encode() if isinstance(data, str) else data
@@ -52,16 +52,16 @@ class AsyncFilesystem:
         return int(answer.get("bytes") or 0) if isinstance(answer, Mapping) else 0
 
     async def list(self, path: str = "/") -> builtins.list[FileEntry]:
-        """Entries of a directory, by name."""
+        """Lists a directory, sorted by name."""
         answer = await self._client.call("GET", self._base + "/dir", query={"path": path})
         return [FileEntry.parse(entry) for entry in items(answer, "entries")]
 
     async def stat(self, path: str) -> FileEntry:
-        """One entry. Symlinks are not followed."""
+        """Describes one entry, without following symlinks."""
         return FileEntry.parse(await self._client.call("GET", self._base + "/stat", query={"path": path}))
 
     async def exists(self, path: str) -> bool:
-        """Is there such an entry?"""
+        """Does the entry exist?"""
         try:
             await self.stat(path)
         except NotFoundError:
@@ -69,15 +69,16 @@ class AsyncFilesystem:
         return True
 
     async def mkdir(self, path: str, *, parents: bool = False, mode: Mode | None = None) -> None:
-        """Makes a directory. ``parents``: also the missing ones above it, and no error if it exists."""
+        """Creates a directory. ``parents``: also create missing parents, and accept an existing
+        directory."""
         await self._change("mkdir", path=path, recursive=parents, mode=None if mode is None else _octal(mode))
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
-        """Removes an entry. ``recursive``: also what is inside a directory."""
+        """Removes an entry. ``recursive``: also remove the contents of a directory."""
         await self._change("remove", path=path, recursive=recursive)
 
     async def rename(self, old: str, new: str) -> None:
-        """Renames an entry; replaces what ``new`` was."""
+        """Renames an entry, replacing ``new``."""
         await self._change("rename", path=new, **{"from": old})
 
     async def chmod(self, path: str, mode: Mode) -> None:
@@ -85,16 +86,16 @@ class AsyncFilesystem:
         await self._change("chmod", path=path, mode=_octal(mode))
 
     async def symlink(self, target: str, path: str) -> None:
-        """Makes ``path`` a symlink to ``target``."""
+        """Creates a symlink at ``path`` to ``target``."""
         await self._change("symlink", path=path, target=target)
 
     # Trees
 
     async def upload(self, local: str | os.PathLike[str], path: str, *, owners: bool = False) -> Unpacked:
-        """Makes ``path`` a copy of a file or directory of this machine, sent while it is read: modes, times,
-        links. Directories are joined, files of the same name replaced. ``owners``: take them over by their
-        numbers; else all is root's. Sockets, pipes and devices are left out. ``local`` itself may be a
-        symlink to what is meant."""
+        """Copies a local file or directory to ``path``, with modes, times and links. Merges
+        directories and replaces files of the same name. ``owners``: keep owners, by number;
+        otherwise root owns everything. Skips sockets, pipes and devices. Follows ``local`` itself
+        if it is a symlink."""
         source = Path(local).resolve(strict=True)
         if source.is_dir():
             await self.mkdir(path, parents=True)
@@ -106,9 +107,10 @@ class AsyncFilesystem:
         return await self.write_archive(parent or "/", cast(BinaryIO, Packed(source, name)), owners=owners)
 
     async def download(self, path: str, local: str | os.PathLike[str]) -> None:
-        """Makes ``local``, which must not exist, a copy of a file or directory of the sandbox. It appears
-        when it is whole. Modes of files stay but for set-user-ID and who else may write; symlinks keep their
-        targets, which may be anywhere on this machine: mind what follows them."""
+        """Copies a file or directory to ``local``, which must not exist. It appears only when it is
+        complete. Keeps the modes of files, without set-user-ID and write permission for others.
+        Keeps the targets of symlinks, which may be anywhere on this machine: take care when you
+        follow them."""
         with tempfile.TemporaryFile() as archive:
             async for chunk in self.read_archive(path):
                 archive.write(chunk)
@@ -116,15 +118,16 @@ class AsyncFilesystem:
             await aside(unpack, archive, Path(local))
 
     def read_archive(self, path: str) -> AsyncStream[bytes]:
-        """A file or directory as a tar stream, its last name on top. Raises if it is cut off on its way."""
+        """Streams a file or directory as a tar archive. Raises if the connection breaks."""
         return AsyncStream(self._chunks(self._archive, path, "application/x-tar"))
 
     async def write_archive(
         self, path: str, data: bytes | BinaryIO, *, owners: bool = False, strip_top: bool = False
     ) -> Unpacked:
-        """Unpacks a tar stream into the directory ``path``: a binary file object is streamed. An archive that
-        leads out of it, holds devices or does not fit is refused, and nothing of it is left.
-        ``strip_top``: the archive's top directory becomes ``path`` itself. ``owners``: as for ``upload``."""
+        """Unpacks a tar archive into the directory ``path``; a binary file object is streamed. An
+        archive that leads outside, holds devices or does not fit is refused and leaves nothing
+        behind. ``strip_top``: unpack the contents of the archive's top directory. ``owners``: as
+        for ``upload``."""
         flags = {"owners": owners, "strip_top": strip_top}
         query = {"path": path, **{name: "true" for name, given in flags.items() if given}}
         headers = {"Content-Type": "application/x-tar"}
@@ -133,9 +136,9 @@ class AsyncFilesystem:
         )
 
     def watch(self, path: str, *, recursive: bool = False) -> AsyncStream[FileEvent]:
-        """What changes at or in ``path``, with ``recursive`` also below. The first event is ``ready``: what
-        happens from then on is told. Ends when what is watched is gone. A connection that breaks raises: what
-        happened meanwhile is not known to anybody."""
+        """Watches a file or directory, and everything below it if ``recursive``. The first event is
+        ``ready``: all later changes are reported. Ends when ``path`` is removed. Raises if the
+        connection breaks, because changes may have been missed."""
         return AsyncStream(self._changes(present({"path": path, "recursive": "true" if recursive else None})))
 
     async def _changes(self, query: Mapping[str, str]) -> AsyncGenerator[FileEvent, None]:

@@ -37,16 +37,16 @@ from .stream import AsyncStream
 
 
 class AsyncSandbox:
-    """One machine. As a context manager it is deleted at the end, unless it is persistent.
+    """A sandbox. As a context manager it is deleted on exit, unless it is persistent.
 
-    Attributes show what the node said last; :meth:`refresh` asks again.
+    Attributes are those of the last answer; :meth:`refresh` updates them.
     """
 
     def __init__(self, data: Mapping[str, Any], client: AsyncClient) -> None:
         self._client = client
         self.id: str = str(data["id"])
         self._path = f"/sandboxes/{segment(self.id)}"
-        #: Its files.
+        #: Files in the sandbox.
         self.filesystem = AsyncFilesystem(client, self.id)
         self._update(data)
 
@@ -56,7 +56,8 @@ class AsyncSandbox:
         self.cpu: int = number(data, "cpu")
         self.memory_mb: int = number(data, "memory_mb")
         self.disk_mb: int = number(data, "disk_mb")
-        #: creating, running, paused, hibernated, stopping, deleted or failed.
+        #: ``creating``, ``running``, ``paused``, ``hibernated``, ``stopping``, ``deleted`` or
+        #: ``failed``.
         self.status: str = text(data, "status")
         self.guest_ip: str = text(data, "guest_ip")
         self.created_at: str = text(data, "created_at")
@@ -64,7 +65,7 @@ class AsyncSandbox:
         self.from_snapshot: str | None = optional_text(data, "from_snapshot")
         #: From request to release, in ms.
         self.boot_ms: int = number(data, "boot_ms")
-        #: create, fork, restore or wake.
+        #: ``create``, ``fork``, ``restore`` or ``wake``.
         self.boot_mode: str = text(data, "boot_mode")
         self.persistent: bool = bool(data.get("persistent"))
         self.ttl_seconds: int = number(data, "ttl_seconds")
@@ -74,13 +75,13 @@ class AsyncSandbox:
         self.generation: int = number(data, "generation")
         self.engine: str = text(data, "engine")
         self.memory: MemoryUse | None = MemoryUse.parse(data.get("memory"))
-        #: CPU time of its machine, in ms; only where memory is shown too.
+        #: CPU time of its machine in ms; None unless memory use is shown.
         self.cpu_ms: int | None = None if data.get("cpu_ms") is None else number(data, "cpu_ms")
         self.timings: Timings | None = Timings.parse(data.get("timings"))
         #: Why it failed.
         self.error: str | None = optional_text(data, "error")
 
-    # Making and finding
+    # Create and find
 
     @classmethod
     async def create(
@@ -95,14 +96,14 @@ class AsyncSandbox:
         client: AsyncClient | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """A new sandbox from a template (default: the node's, ``base``) or a snapshot.
+        """Creates a sandbox from a template (``base`` by default) or a snapshot.
 
-        ``ttl_seconds``: idle seconds it may live (default: the node's, 3600). ``persistent``: hibernate
-        then, instead of ending. Waits while the node says that it has no capacity yet, and asks again where
-        the connection broke, see :class:`AsyncClient`. ``idempotency_key``: a name of this request; whoever
-        sends it again, also from another process, gets the same sandbox. ``secrets``: files of
-        ``/run/keiki/secrets`` by their names; with ``from_snapshot`` further ones, and the values of those
-        whose fate is ``replace``.
+        ``ttl_seconds``: how long it may be idle (3600 by default). ``persistent``: hibernate it
+        after that, instead of deleting it. Retries while the node has no capacity and after a
+        broken connection; see :class:`AsyncClient`. ``idempotency_key``: names this request;
+        sending it again, even from another process, returns the same sandbox. ``secrets``: files in
+        ``/run/keiki/secrets``, by name; with ``from_snapshot``, adds to the snapshot's secrets and
+        gives new values to those whose fate is ``replace``.
         """
         client = client or default_async_client()
         request: Dict[str, Any] = {
@@ -120,19 +121,20 @@ class AsyncSandbox:
     async def list(
         cls, *, memory: bool = False, client: AsyncClient | None = None
     ) -> builtins.list[AsyncSandbox]:
-        """All sandboxes, newest first. ``memory``: with what each takes, which costs the node some time."""
+        """All sandboxes, newest first. ``memory``: with their memory use, which takes the node some
+        time."""
         client = client or default_async_client()
         answer = await client.call("GET", "/sandboxes", query={"memory": "true"} if memory else None)
         return [cls(data, client) for data in items(answer, "items")]
 
     @classmethod
     async def get(cls, id: str, *, client: AsyncClient | None = None) -> AsyncSandbox:
-        """The sandbox with this id."""
+        """Finds a sandbox by id."""
         client = client or default_async_client()
         return cls(await client.call("GET", f"/sandboxes/{segment(id)}"), client)
 
     async def refresh(self) -> AsyncSandbox:
-        """Asks the node for the state of now; returns self."""
+        """Updates the attributes; returns self."""
         self._update(await self._client.call("GET", self._path))
         return self
 
@@ -151,14 +153,15 @@ class AsyncSandbox:
         stdin: None | str | bytes = None,
         check: bool = False,
     ) -> ExecResult:
-        """Runs a command and waits for its end.
+        """Runs a command and waits until it exits.
 
-        A text is a line for ``/bin/sh``, a sequence is program and arguments. With ``on_stdout`` or
-        ``on_stderr`` output is handed over as it comes, without limit; the result still holds the first
-        16 MiB of each stream. A callback that raises ends the command.
+        A string is a line for ``/bin/sh``; a sequence is a program and its arguments. ``on_stdout``
+        and ``on_stderr`` get all output as it arrives; the result still holds the first 16 MiB of
+        each stream. A callback that raises kills the command.
 
-        Raises :class:`SandboxTimeout` when ``timeout_seconds`` are over: every process of the command is
-        killed then. ``check``: raises :class:`CommandFailed` for an exit code other than 0.
+        Raises :class:`SandboxTimeout` after ``timeout_seconds``, and kills all processes of the
+        command.
+        ``check``: raises :class:`CommandFailed` for an exit code other than 0.
         """
         request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         if on_stdout is None and on_stderr is None:
@@ -177,8 +180,8 @@ class AsyncSandbox:
         user: str | None = None,
         stdin: None | str | bytes = None,
     ) -> AsyncStream[ExecEvent]:
-        """Runs a command and yields its output as it comes, then its exit. Closing the iterator early ends
-        the command."""
+        """Runs a command and yields its output as it arrives, then its exit. Closing the iterator
+        early kills the command."""
         request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         return AsyncStream(self._events(request, timeout_seconds))
 
@@ -193,8 +196,9 @@ class AsyncSandbox:
         stdin: None | str | bytes = None,
         stdin_open: bool = False,
     ) -> AsyncCommand:
-        """Starts a command that goes on without its caller. ``stdin_open``: more input comes by
-        :meth:`AsyncCommand.write`. A background command is no activity: the TTL goes on."""
+        """Starts a command in the background. ``stdin_open``: keep its input open for
+        :meth:`AsyncCommand.write`. A background command does not count as activity: the TTL keeps
+        running."""
         request = exec_request(cmd, timeout_seconds, env, cwd, user, stdin)
         request.update(present({"stdin_open": stdin_open or None}))
         return AsyncCommand(
@@ -202,12 +206,12 @@ class AsyncSandbox:
         )
 
     async def commands(self) -> builtins.list[AsyncCommand]:
-        """The commands that the guest knows, running and ended, oldest first."""
+        """Running and recently exited commands, oldest first."""
         answer = await self._client.call("GET", self._path + "/execs")
         return [AsyncCommand(data, self._client, self.id) for data in items(answer, "items")]
 
     async def command(self, id: str) -> AsyncCommand:
-        """The command with this id: its own copy, if this sandbox was forked while it was known."""
+        """Finds a command by id; a fork has its own copies of its parent's commands."""
         data = await self._client.call("GET", f"{self._path}/execs/{segment(id)}")
         return AsyncCommand(data, self._client, self.id)
 
@@ -245,13 +249,13 @@ class AsyncSandbox:
         finally:
             await pieces.aclose()
         if end is None:
-            raise errors.ExecInterrupted("the output ended before the exit code came")
+            raise errors.ExecInterrupted("the output ended before the exit code")
         return kept.result(end, (time.monotonic() - started) * 1000)
 
     async def _events(
         self, request: Mapping[str, Any], limit: float | None
     ) -> AsyncGenerator[ExecEvent, None]:
-        """The events of a streamed exec, ended by ``exit``."""
+        """The events of a streamed command; ``exit`` is last."""
         body, headers = json_body(request)
         headers["Accept"] = "text/event-stream"
         async with await self._client.open(
@@ -271,10 +275,8 @@ class AsyncSandbox:
                     if parsed.kind == "exit":
                         return
             except errors.ConnectionError as error:
-                raise errors.ExecInterrupted(
-                    f"the output ended before the exit code came: {error}"
-                ) from error
-        raise errors.ExecInterrupted("the output ended before the exit code came")
+                raise errors.ExecInterrupted(f"the output ended before the exit code: {error}") from error
+        raise errors.ExecInterrupted("the output ended before the exit code")
 
     # Copies
 
@@ -308,11 +310,11 @@ class AsyncSandbox:
         secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox | builtins.list[AsyncSandbox]:
-        """Branches new sandboxes off this running one, memory and disk copy-on-write; this one goes on.
+        """Forks this running sandbox, with copy-on-write memory and disk. It keeps running.
 
-        Without ``count`` one sandbox, with it a list, all of the same instant: either all or none are
-        made. Labels and TTL are inherited unless given. ``secrets``: further ones of the children, and the
-        values of those whose fate is ``replace``.
+        Returns one sandbox, or with ``count`` a list of sandboxes forked at the same instant:
+        creates all or none. The children inherit labels and TTL unless given. ``secrets``: adds to
+        the parent's secrets and gives new values to those whose fate is ``replace``.
         """
         request = {
             "count": count,
@@ -324,65 +326,66 @@ class AsyncSandbox:
         answer = await self._client.make(path, present(request) or None, idempotency_key=idempotency_key)
         children = [AsyncSandbox(child, self._client) for child in items(answer, "children")]
         if len(children) != (1 if count is None else count):
-            raise errors.ServerError(f"the node answered with {len(children)} children")
+            raise errors.ServerError(f"the node returned {len(children)} children")
         return children[0] if count is None else children
 
     async def snapshot(self, *, idempotency_key: str | None = None) -> AsyncSnapshot:
-        """Keeps this instant of the machine; the machine goes on."""
+        """Takes a snapshot. The sandbox keeps running."""
         path = self._path + "/snapshots"
         answer = await self._client.make(path, None, idempotency_key=idempotency_key)
         return AsyncSnapshot(answer, self._client)
 
-    # Life
+    # Lifecycle
 
     async def kill(self) -> None:
-        """Deletes the sandbox, with its memory and disk. Children and snapshots stay."""
+        """Deletes the sandbox. Its children and snapshots stay."""
         await self._client.call("DELETE", self._path, making=True)
         self.status = "deleted"
 
     async def pause(self) -> None:
-        """Stops its vCPUs; memory stays."""
+        """Pauses the sandbox, keeping it in memory."""
         await self._verb("pause")
 
     async def resume(self) -> None:
-        """Lets a paused sandbox run."""
+        """Resumes a paused sandbox."""
         await self._verb("resume")
 
     async def hibernate(self) -> None:
-        """Writes the machine to disk and frees its memory. The next exec, or :meth:`wake`, brings it back."""
+        """Saves the sandbox to disk and frees its memory. The next command, or :meth:`wake`, wakes
+        it."""
         await self._verb("hibernate")
 
     async def wake(self) -> None:
-        """Brings a hibernated sandbox back, under the same id."""
+        """Wakes a hibernated sandbox, under the same id."""
         await self._verb("wake")
 
     async def set_ttl(self, seconds: int) -> Lifecycle:
-        """Changes how long it may idle."""
+        """Sets how long it may be idle."""
         return await self._set_lifecycle({"ttl_seconds": seconds})
 
     async def set_persistent(self, persistent: bool) -> Lifecycle:
-        """Changes what happens when the TTL runs out: hibernate, or end."""
+        """Sets what happens when the TTL expires: hibernate or delete."""
         return await self._set_lifecycle({"persistent": persistent})
 
     async def lifecycle(self) -> Lifecycle:
-        """TTL, persistence and idle time of now."""
+        """TTL, persistence and idle time."""
         return Lifecycle.parse(await self._client.call("GET", self._path + "/lifecycle"))
 
-    # Looking in
+    # Observe
 
     async def ports(self) -> builtins.list[Port]:
-        """TCP ports that something in it listens on."""
+        """Listening TCP ports."""
         answer = await self._client.call("GET", self._path + "/ports")
         return [Port.parse(port) for port in items(answer, "items")]
 
     async def preview(self, port: int, *, ttl_seconds: int | None = None) -> Preview:
-        """A link to a port, for a browser, good for ``ttl_seconds`` (default 3600, at most a week). Nothing
-        has to listen there yet; using it wakes a hibernated sandbox."""
+        """Creates a browser link to a port, valid for ``ttl_seconds`` (3600 by default, at most a
+        week). Nothing has to listen there yet. Using the link wakes a hibernated sandbox."""
         request = present({"port": port, "ttl_seconds": ttl_seconds})
         return Preview.parse(await self._client.call("POST", self._path + "/previews", json=request))
 
     async def logs(self) -> str:
-        """What the machine wrote to its console, the last part of it."""
+        """The last part of the console output."""
         query = {"stream": "both", "follow": "false"}
         client = self._client
         async with await client.open(
@@ -391,7 +394,7 @@ class AsyncSandbox:
             return (await response.read()).decode("utf-8", "replace")
 
     def logs_stream(self) -> AsyncStream[str]:
-        """The lines of its console: those that are there, then new ones as they come, until it ends."""
+        """Past lines of the console, then new ones as they arrive."""
         return AsyncStream(self._log_lines())
 
     async def _log_lines(self) -> AsyncGenerator[str, None]:
@@ -406,11 +409,11 @@ class AsyncSandbox:
     async def events(
         self, *, since: int | None = None, limit: int | None = None
     ) -> builtins.list[SandboxEvent]:
-        """What happened to it, oldest first, see :meth:`AsyncClient.events`."""
+        """Events of this sandbox, oldest first; see :meth:`AsyncClient.events`."""
         return await self._client.events(sandbox_id=self.id, since=since, limit=limit)
 
     def events_stream(self, *, since: int | None = None) -> AsyncStream[SandboxEvent]:
-        """The same, and then what happens to it until it is deleted."""
+        """Past events, then new ones until it is deleted."""
         return self._client.events_stream(sandbox_id=self.id, since=since)
 
     async def _verb(self, verb: str) -> None:
@@ -433,7 +436,7 @@ class AsyncSandbox:
     ) -> None:
         if self.persistent or self.status == "deleted":
             return
-        # Its TTL, or somebody else, may have been faster.
+        # It may be gone already.
         with contextlib.suppress(errors.NotFoundError):
             await self.kill()
 

@@ -1,4 +1,4 @@
-"""Snapshots: a machine at one instant, kept."""
+"""Snapshots: machines saved at one instant."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class AsyncSnapshot:
     """Memory, device state and disk of a machine at one instant, stored on the node.
 
-    It needs nothing else: the sandbox it was taken of, and that sandbox's ancestors, may be deleted.
+    It is self-contained: its sandbox, and that sandbox's ancestors, may be deleted.
     """
 
     def __init__(self, data: Mapping[str, Any], client: AsyncClient) -> None:
         self._client = client
         self.id: str = str(data["id"])
-        #: The sandbox it was taken of.
+        #: Sandbox it was taken of.
         self.sandbox_id: str = text(data, "sandbox_id")
         self.template: str = text(data, "template")
         self.template_version: str = text(data, "template_version")
@@ -31,13 +31,14 @@ class AsyncSnapshot:
         self.parent_snapshot_id: str | None = optional_text(data, "parent_snapshot_id")
         self.engine: str = text(data, "engine")
         self.metadata: Dict[str, str] = labels(data)
-        #: Seconds since it was taken, when the node was asked.
+        #: Seconds since it was taken, as of the last answer.
         self.age_seconds: int = number(data, "age_seconds")
-        #: Release of the kernel in it; empty where it was not recorded.
+        #: Kernel release in it; empty if unknown.
         self.kernel: str = text(data, "kernel")
-        #: Why it should be made anew: ``template_rebuilt``, ``old``, ``refused`` (restored no more).
+        #: Reasons to take it again: ``template_rebuilt``, ``old``, ``refused`` (too old to
+        #: restore).
         self.stale: List[str] = [str(why) for why in data.get("stale") or []]
-        #: Of the freeze; only on the object that :meth:`AsyncSandbox.snapshot` returned.
+        #: Times of the freeze; only on the object that :meth:`AsyncSandbox.snapshot` returned.
         self.timings: Timings | None = Timings.parse(data.get("timings"))
 
     @classmethod
@@ -52,7 +53,7 @@ class AsyncSnapshot:
 
     @classmethod
     async def get(cls, id: str, *, client: AsyncClient | None = None) -> AsyncSnapshot:
-        """The snapshot with this id."""
+        """Finds a snapshot by id."""
         client = client or default_async_client()
         return cls(await client.call("GET", f"/snapshots/{segment(id)}"), client)
 
@@ -65,10 +66,10 @@ class AsyncSnapshot:
         secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """A new sandbox that goes on from the instant of the snapshot. The snapshot stays.
+        """Creates a sandbox that continues from the snapshot. The snapshot stays.
 
-        ``secrets``: further ones, and the values of those whose fate is ``replace``; the others are as their
-        ``on_restore`` says, by default not there.
+        ``secrets``: adds secrets, and gives new values to those whose fate is ``replace``. Secrets
+        of the snapshot follow their ``on_restore``, by default ``drop``.
         """
         from .sandbox import AsyncSandbox
 
@@ -91,7 +92,7 @@ class AsyncSnapshot:
         secrets: Mapping[str, str | Secret] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """The same as :meth:`restore`: a stored machine has no life of its own to branch off."""
+        """Same as :meth:`restore`: a snapshot does not run, so there is nothing else to fork."""
         return await self.restore(
             ttl_seconds=ttl_seconds,
             persistent=persistent,
@@ -101,7 +102,7 @@ class AsyncSnapshot:
         )
 
     async def delete(self) -> None:
-        """Removes it. Sandboxes restored from it and later snapshots are not touched."""
+        """Deletes it. Sandboxes restored from it, and later snapshots, stay."""
         await self._client.call("DELETE", f"/snapshots/{segment(self.id)}")
 
     def __repr__(self) -> str:

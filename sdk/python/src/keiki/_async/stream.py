@@ -1,4 +1,4 @@
-"""Things that come one after the other."""
+"""Streams."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ T = TypeVar("T")
 
 
 class AsyncStream(Generic[T]):
-    """An iterator over what a node sends. Closing it early, by :meth:`close` or as a context manager, ends
-    what sends it: a command is killed. The request is sent when the first thing is asked for."""
+    """An iterator over a stream from the node. Closing it early, with :meth:`close` or as a context
+    manager, ends its source: a command is killed. The request is sent when the first item is
+    requested."""
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
         self._source = source
@@ -22,7 +23,7 @@ class AsyncStream(Generic[T]):
         return await self._source.__anext__()
 
     async def close(self) -> None:
-        """Ends it. Closing it again does nothing."""
+        """Closes the stream. Can be called more than once."""
         await self._source.aclose()
 
     async def __aenter__(self) -> AsyncStream[T]:
