@@ -1,4 +1,4 @@
-//! What callers may get wrong.
+//! Invalid requests.
 
 use super::refused;
 use crate::{
@@ -81,7 +81,7 @@ pub async fn a_key_is_required_where_one_is_set(world: Arc<World>) -> Result<()>
     let done: Result<()> = checked.await;
     node.finish().await?;
     done?;
-    // Without a key, and not on loopback: nobody is trusted.
+    // Without keys, and not on loopback: every request is rejected.
     let node = Node::start(&world.places, Options::named("open").listen("0.0.0.0:0")).await?;
     let done = refused(node.client.list(false).await, 401, "API key");
     node.finish().await?;

@@ -1,14 +1,14 @@
-//! `keiki bench`, as somebody types it.
+//! `keiki bench`, as a user runs it.
 
 use crate::{World, within};
 use anyhow::{Context, Result, ensure};
 use std::{process::Stdio, sync::Arc};
 use tokio::process::Command;
 
-/// Few samples, but of each kind of metric.
+/// Few samples, but some of each kind of metric.
 const ONLY: &str =
     "create,exec_roundtrip,fork_pause,fork_tax,pss_per_child,private_per_child,model,snapshot,boot";
-/// Seconds it may take.
+/// Time limit in seconds.
 const LIMIT: u64 = 240;
 
 pub async fn a_quick_run_measures_and_leaves_nothing(world: Arc<World>) -> Result<()> {

@@ -1,4 +1,4 @@
-//! A clone is safe to use: what it does not share with its original, and who may have a say in that.
+//! A clone is safe to use: what it does not share with its original, and what hooks may decide.
 
 use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
@@ -48,10 +48,10 @@ pub async fn identity_is_new_in_copies_and_kept_by_a_wake(world: Arc<World>) -> 
     kernel_is_told(&parent, told + 1).await
 }
 
-/// How often the kernel was given another VM generation ID.
+/// How often the kernel received a new VM generation ID.
 const TOLD: &str = "dmesg | grep -c 'crng reseeded due to virtual machine fork'";
 
-/// A notification comes a moment later.
+/// The notification arrives a moment later.
 async fn kernel_is_told(sandbox: &Sandbox, times: u32) -> Result<()> {
     let wait = format!("for i in $(seq 50); do [ $({TOLD}) -lt {times} ] || break; sleep 0.1; done; {TOLD}");
     let told = sandbox.sh(&wait).await?;
@@ -122,7 +122,7 @@ while True:
         .sh("for i in $(seq 40); do [ -s /dev/shm/outside ] && break; sleep 0.05; done; cat /dev/shm/outside")
         .await?;
     ensure!(end.starts_with("ConnectionResetError"), "the copy's connection ended with {end:?}");
-    // The generation is written just before user work goes on.
+    // The generation is written just before user processes continue.
     let since: f64 = end.rsplit(' ').next().unwrap_or_default().parse()?;
     ensure!(since < within(1).as_secs_f64(), "it ended {since} s after the copy went on");
     let inside = "a=$(cat /dev/shm/inside); sleep 0.5; b=$(cat /dev/shm/inside); [ $b -gt $a ] && echo alive";

@@ -1,4 +1,4 @@
-//! Disk and memory of one instant: what a program was told is on the disk is there in every copy, whatever moment it is of.
+//! Disk and memory of one instant: what `fsync` confirmed is in every copy, whenever it was taken.
 
 use crate::{World, long, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 
 const LEDGER: &str = include_str!("../../guest/ledger.py");
 
-/// Stops what writes, then looks at what the disk itself has.
+/// Stops the writers, then checks the disk itself.
 const CHECK: &str = "pkill -STOP python3; echo 3 >/proc/sys/vm/drop_caches; PATH=$PATH:/usr/sbin python3 /root/ledger.py check";
 /// Read-only by the kernel's emergency key, then checked from the device itself.
 const FSCK: &str = "pkill -KILL python3; sync; echo u >/proc/sysrq-trigger; sleep 0.3; echo 3 >/proc/sys/vm/drop_caches; \
@@ -20,7 +20,7 @@ pub async fn what_was_acknowledged_is_in_every_copy(world: Arc<World>) -> Result
     parent.sh("for i in $(seq 100); do [ -s /root/rows.db-wal ] && exit 0; sleep 0.1; done; exit 1").await?;
     let mut before = (0, 0);
     for round in 0..if long() { 20 } else { 3 } {
-        // A different moment each time; nobody knows which.
+        // A different, random moment each time.
         tokio::time::sleep(Duration::from_millis(500 + 137 * round % 400)).await;
         let copy = if round % 3 == 1 {
             let snapshot = parent.snapshot().await?;

@@ -1,7 +1,9 @@
-//! No two copies draw the same random numbers: fresh processes, and those that were drawing when they were frozen.
+//! No two copies draw the same random numbers, neither new processes nor processes frozen while
+//! drawing.
 //!
-//! Everything drawn is kept with the time before it was drawn. A value that two copies have with one time was drawn
-//! before the freeze (or in the very call that the freeze met); with two times, it came of a state that was copied.
+//! Every value is recorded with the time before it was drawn. A value that two copies have with one
+//! time was drawn before the freeze (or in the call that the freeze interrupted); with two times,
+//! it came from copied state.
 
 use super::templates;
 use crate::{World, long, sandbox::Sandbox};
@@ -17,22 +19,22 @@ const AT_ONCE: i64 = 8;
 /// Records of the recorder: time, number and kind, what was drawn.
 const RECORD: usize = 32;
 const RING: usize = 1 << 17;
-/// Those before a copy's first ones and after them that are looked at.
+/// How many records before and after a copy's first ones to check.
 const WINDOW: usize = 6_000;
 
-/// What is spinning when it is frozen, beside the recorder.
+/// Programs that are drawing when they are frozen, besides the recorder.
 const SPINNING: [&str; 3] = ["kernel", "python", "tls"];
 
-/// What was seen of all copies.
+/// Values seen in all copies.
 #[derive(Default)]
 struct Seen {
-    /// When, and in which copy first.
+    /// When, and first in which copy.
     values: HashMap<Vec<u8>, (u64, String)>,
     copies: usize,
 }
 
 impl Seen {
-    /// True: it is new.
+    /// True if it is new.
     fn add(&mut self, copy: &str, time: u64, value: &[u8]) -> Result<bool> {
         match self.values.get(value) {
             None => {
@@ -46,7 +48,8 @@ impl Seen {
         }
     }
 
-    /// Lines of `TIME VALUE…`; the first and the last may be cut. How many values are new and how many are not.
+    /// Lines of `TIME VALUE…`; the first and the last may be cut. How many values are new and how
+    /// many are not.
     fn add_lines(&mut self, copy: &str, text: &str) -> Result<(usize, usize)> {
         let (mut new, mut known) = (0, 0);
         let whole = text.lines().count().saturating_sub(1);
@@ -60,11 +63,11 @@ impl Seen {
         Ok((new, known))
     }
 
-    /// What was drawn by processes of this copy alone.
+    /// Values drawn by processes that exist only in this copy.
     fn add_fresh(&mut self, copy: &str, text: &str) -> Result<()> {
         self.copies += 1;
         for value in text.split_ascii_whitespace() {
-            // A time of its own: nobody else may have it.
+            // Its time is unique: no other copy may have this value.
             let is_new = self.add(copy, self.copies as u64, value.as_bytes())?;
             ensure!(is_new, "{copy} drew {value} twice");
         }
@@ -72,7 +75,7 @@ impl Seen {
     }
 }
 
-/// Starts what draws, and waits until it has.
+/// Starts the drawing programs, and waits for their first values.
 async fn spin(sandbox: &Sandbox, all: &[&str]) -> Result<()> {
     sandbox.client.write_bytes(sandbox.id, "/root/spin.py", None, SPIN).await?;
     sandbox.sh("pkill -KILL python; rm -f /dev/shm/*; true").await?;
@@ -86,12 +89,13 @@ async fn spin(sandbox: &Sandbox, all: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The last of what is drawn.
+/// The last values drawn.
 async fn drawn(sandbox: &Sandbox, what: &str) -> Result<String> {
     sandbox.sh(&format!("tail -c 1000000 /dev/shm/{what}")).await
 }
 
-/// What a process that was frozen while it drew has drawn before and after, once it has stopped.
+/// The values of a process that was frozen while drawing, from before and after, once it has
+/// stopped.
 async fn drawn_in_copy(copy: &Sandbox, what: &str) -> Result<String> {
     let ended = "for i in $(seq 400); do [ -e /dev/shm/WHAT.end ] && exit 0; sleep 0.1; done; exit 1";
     copy.sh(&ended.replace("WHAT", what)).await?;
@@ -115,7 +119,7 @@ struct Drawn {
     /// By each of [`SPINNING`].
     lines: Vec<String>,
     records: Vec<u8>,
-    /// By a function that is called in copies.
+    /// By a callback for copies.
     told: String,
 }
 
@@ -148,7 +152,7 @@ impl Seen {
         Ok(())
     }
 
-    /// Lines from before the freeze, which are known, and after.
+    /// Known lines from before the freeze, and lines after it.
     fn add_lines_of_both(&mut self, name: &str, what: &str, lines: &str) -> Result<()> {
         let (new, known) = self.add_lines(name, lines)?;
         ensure!(new > 5 && known > 0, "{name} drew {new} values of {what}, {known} of the original's");
@@ -192,7 +196,7 @@ pub async fn no_two_copies_draw_the_same(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// The module in our templates does it, also for an environment of a program's own.
+/// The module in Keiki's templates reseeds, also in a virtual environment.
 pub async fn numpy_begins_anew_in_a_running_process(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let name = "code-interpreter";

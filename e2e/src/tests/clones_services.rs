@@ -1,4 +1,4 @@
-//! Servers of other people inside a sandbox, in what they trust when it is copied: SSH, Redis, a name server's cache.
+//! Common servers in a sandbox that is copied: SSH, Redis, a name server's cache.
 
 use super::templates;
 use crate::{World, long, names, sandbox::Sandbox, within};
@@ -11,13 +11,13 @@ const NAME: &str = "services";
 const TALK: &str = include_str!("../../guest/talk.py");
 const DNS: &str = include_str!("../../guest/dns.py");
 
-/// A sandbox of that template, which is built if need be.
+/// A sandbox of that template, which is built first if it does not exist.
 pub async fn create(client: &Client) -> Result<Sandbox> {
     templates::build(client, &BuildTemplate { name: NAME.into(), ..BuildTemplate::default() }).await?;
     templates::create(client, NAME).await
 }
 
-/// Runs a shell line again and again until it ends well.
+/// Runs a shell line until it succeeds.
 async fn until(sandbox: &Sandbox, seconds: u64, line: &str) -> Result<()> {
     let tries = within(seconds).as_secs() * 10;
     let wait = format!(
@@ -26,7 +26,7 @@ async fn until(sandbox: &Sandbox, seconds: u64, line: &str) -> Result<()> {
     sandbox.sh(&wait).await.map(drop)
 }
 
-/// Of connections inside: all go on, wherever they are.
+/// Connections inside the guest all continue, in every copy.
 async fn talks_on(name: &str, sandbox: &Sandbox) -> Result<()> {
     let before = sandbox.sh("cat /dev/shm/talked").await?;
     let more = "[ \"$(cut -d' ' -f3 /dev/shm/talked)\" -gt $(($(cat /dev/shm/was) + 5)) ]";
@@ -102,7 +102,8 @@ pub async fn names_and_neighbours_of_another_slot_are_forgotten(world: Arc<World
     Ok(())
 }
 
-/// What an SSH client is shown: the server's keys, not its files. A server that begins anew is not there for a while.
+/// The keys that an SSH client sees, not the server's files. A restarting server is gone for a
+/// while.
 async fn shown(sandbox: &Sandbox) -> Result<BTreeSet<String>> {
     const SCAN: &str = "ssh-keyscan 127.0.0.1 2>/dev/null | sort -u >/tmp/keys; \
         grep -q ed25519 /tmp/keys && grep -q ecdsa /tmp/keys";
@@ -110,12 +111,13 @@ async fn shown(sandbox: &Sandbox) -> Result<BTreeSet<String>> {
     Ok(sandbox.sh("cat /tmp/keys").await?.lines().map(str::to_owned).collect())
 }
 
-/// Keys of RSA take long: in a copy they are made after the release, and a copy of that copy meets them half made.
+/// RSA keys take long: a copy generates them after the release, and a copy of that copy is taken
+/// meanwhile.
 pub async fn ssh_servers_of_copies_have_keys_of_their_own(world: Arc<World>) -> Result<()> {
     const HALF: &str = "pgrep -x ssh-keygen";
     let client = &world.node.client;
     let parent = create(client).await?;
-    // A small one of RSA: that there is one is what counts.
+    // A small RSA key: only its existence matters.
     let prepare = "cd /etc/ssh && for t in ed25519 ecdsa rsa; do ssh-keygen -q -t $t $([ $t = rsa ] && echo -b 1024) \
         -N '' -f ssh_host_${t}_key; done && mkdir -p /run/sshd && /usr/sbin/sshd -o RequiredRSASize=1024";
     parent.sh(prepare).await?;

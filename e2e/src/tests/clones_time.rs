@@ -1,4 +1,4 @@
-//! The clocks of a copy: right about the world, and about what was waited for.
+//! The clocks of a copy: the wall clock is right, and timers fire correctly.
 
 use super::clones_services as services;
 use crate::{World, patience, sandbox::Sandbox, within};
@@ -11,9 +11,9 @@ use std::{
 };
 
 const CLOCK: &str = include_str!("../../guest/clock.py");
-/// How far a wall clock may be off.
+/// Maximum error of a wall clock.
 const MOST_OFF: f64 = 0.05;
-/// A question and its answer must take less than this, or they say nothing.
+/// Round trips longer than this are ignored.
 const MOST_ROUND: f64 = 0.05;
 const ASKED: usize = 200;
 
@@ -21,7 +21,8 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map(|since| since.as_secs_f64()).unwrap_or_default()
 }
 
-/// How far a copy's wall clock is from ours, and how sure that is: seconds. Of many questions, the quickest.
+/// Difference between a copy's wall clock and ours, and its uncertainty, in seconds; from the
+/// fastest of many round trips.
 async fn offset(copy: &Sandbox) -> Result<(f64, f64)> {
     let mut tcp = copy.client.tcp(copy.id, 7100).await?;
     let mut best = (0.0, f64::MAX);
@@ -46,7 +47,7 @@ async fn ask(tcp: &mut Tcp) -> Result<f64> {
     Ok(Duration::from_nanos(nanos).as_secs_f64())
 }
 
-/// At once, before anything else is asked of it: a clock that is put right later is not right.
+/// First of all: a clock that is corrected later would be wrong until then.
 async fn is_right(name: &str, copy: &Sandbox) -> Result<()> {
     let (off, sure) = offset(copy).await?;
     println!("        {name}: the clock is {:.1} ms off, to {:.1} ms", off * 1e3, sure * 1e3);
@@ -58,7 +59,8 @@ async fn is_right(name: &str, copy: &Sandbox) -> Result<()> {
     Ok(())
 }
 
-/// On four processors. A machine whose clock is years behind or ahead when it is frozen is one that was frozen then.
+/// On four processors. A machine whose clock is set years back or ahead before the freeze stands
+/// for one frozen then.
 pub async fn clocks_are_right_and_timers_fire(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let parent = services::create(client).await?;
@@ -93,7 +95,8 @@ pub async fn clocks_are_right_and_timers_fire(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// Timers of before the freeze fire, each once and not early; no clock goes back, no processor stands still.
+/// Timers set before the freeze fire, each once and not early; no clock goes back, no processor
+/// stops.
 async fn runs_on(name: &str, copy: &Sandbox) -> Result<()> {
     let is_old = name.contains("years old");
     let wait = format!(
@@ -106,7 +109,7 @@ async fn runs_on(name: &str, copy: &Sandbox) -> Result<()> {
         let fired: Vec<f64> =
             text.lines().filter_map(|line| line.strip_prefix(timer)?.trim().parse().ok()).collect();
         ensure!(fired.len() == 1, "{timer} fired {} times: {text}", fired.len());
-        // By the monotonic clock, which stood still while the machine did. Late is what a timer that was lost would be.
+        // By the monotonic clock, which stops with the machine. A lost timer would be late.
         ensure!(
             fired[0] > 3.99 && fired[0] < 4.0 + within(10).as_secs_f64(),
             "{timer} fired after {} s, not 4",
@@ -117,7 +120,7 @@ async fn runs_on(name: &str, copy: &Sandbox) -> Result<()> {
     let back = copy.sh("cat /dev/shm/back 2>/dev/null; true").await?;
     ensure!(back.is_empty(), "the monotonic clock went back: {back}");
     let gap: f64 = copy.sh("cat /dev/shm/gap").await?.parse()?;
-    // On a busy host one waits for its turn, some seconds at most; one that stalled does not come back.
+    // On a busy host a processor waits some seconds at most; one that stalled does not come back.
     ensure!(gap < within(10).as_secs_f64(), "a processor stood still for {gap} s");
     let said = copy.sh("dmesg | grep -iwE 'stalls?|stalled|lockup|unstable|hung' || true").await?;
     ensure!(said.is_empty(), "the kernel complains: {said}");

@@ -1,4 +1,4 @@
-//! What passes between a caller and a sandbox while it is frozen belongs to the original, all of it.
+//! Traffic between a caller and a sandbox during a freeze belongs to the original, all of it.
 
 use crate::{World, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
@@ -16,21 +16,22 @@ use std::{
 
 const PIECE: usize = 256 << 10;
 const PIECES: usize = 64;
-/// How long an upload may stand still: the node gives one up after a minute.
+/// How long an upload may pause: the node aborts one after a minute.
 const STILL: Duration = Duration::from_secs(20);
 const LINES: usize = 150_000;
 
-/// A piece of a file that is no other piece of it.
+/// A piece of a file that differs from every other piece.
 fn piece(n: usize) -> Bytes {
     (0..PIECE).map(|at| (at * 31 + at / 251 + n * 7) as u8).collect::<Vec<_>>().into()
 }
 
-/// Uploads for as long as `goes_on`, at least; then to the end.
+/// Uploads at least while `goes_on` holds, then to the end.
 async fn upload(sandbox: Sandbox, goes_on: Arc<AtomicBool>) -> Result<()> {
     let slow = stream::iter(0..PIECES).then(move |n| {
         let goes_on = goes_on.clone();
         async move {
-            // The second half waits for the end of the copying, but no piece as long as would make it given up.
+            // The second half waits until the copies are made, but no piece waits so long that the
+            // node aborts the upload.
             let begun = Instant::now();
             while n >= PIECES / 2 && goes_on.load(Ordering::Relaxed) && begun.elapsed() < STILL {
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -96,7 +97,7 @@ async fn run_small(
         let out = sandbox.sh(&format!("echo {who}-{n}; echo {who}-{n} >>/root/small-{who}")).await?;
         ensure!(out == format!("{who}-{n}"), "command {n} of {who} said {out}");
         count.fetch_add(1, Ordering::Relaxed);
-        // Each was carried out once.
+        // Each command ran once.
         let lines: usize = sandbox.sh(&format!("wc -l </root/small-{who}")).await?.parse()?;
         ensure!(lines == n + 1, "command {n} of {who}: {lines} were carried out");
     }
@@ -141,25 +142,26 @@ pub async fn traffic_is_the_originals(world: Arc<World>) -> Result<()> {
     }
     ensure!(count.load(Ordering::Relaxed) > 8, "few commands were carried out");
     drop(with_env);
-    // A wake is no copy: all of it is still there.
+    // A wake is not a copy: everything is still there.
     client.hibernate(parent.id).await?;
     ensure!(parent.sh("cat /run/keiki/own").await? == "mine", "a wake lost a file of /run/keiki");
     Ok(())
 }
 
-/// Of its original's callers a copy has the processes, which are part of the machine, and nothing else.
+/// A copy has the processes that its original's callers started, which are part of the machine, and
+/// nothing else.
 async fn no_ghosts(copy: &Sandbox) -> Result<()> {
     ensure!(copy.sh("cat /run/keiki/own").await? == "mine", "a file of /run/keiki");
     ensure!(
         copy.sh("cat /run/keiki/generation").await? == copy.view().await?.generation.to_string(),
         "generation"
     );
-    // An upload without its caller is none: the old file stays.
+    // An upload without its caller has no effect: the old file stays.
     let gone = "for i in $(seq 50); do ls /srv/.keiki-* >/dev/null 2>&1 || exit 0; sleep 0.1; done; ls -la /srv; exit 1";
     copy.sh(gone).await?;
     ensure!(copy.sh("cat /srv/big").await? == "old", "half an upload was put in place");
     ensure!(copy.sh("env | grep KEIKI_TEST || true").await?.is_empty(), "a variable of another command's");
-    // Small commands end; nobody reads the long ones, nor can they hold this one back.
+    // Small commands end. The long ones have no reader, and do not block this one.
     for exec in copy.client.execs(copy.id).await? {
         ensure!(!exec.attached, "somebody reads {exec:?}");
         copy.client.remove_exec(copy.id, &exec.id).await?;

@@ -1,4 +1,4 @@
-//! The daemon dies at the worst moment; machines and records must not care.
+//! The daemon dies at the worst moment; machines and records survive.
 
 use crate::{
     World,
@@ -86,7 +86,7 @@ pub async fn killed_in_the_middle_of_everything(world: Arc<World>) -> Result<()>
     node.finish().await
 }
 
-/// The keeper lives with its data, every listed sandbox works, and nothing else is on the host.
+/// The keeper still has its data, every listed sandbox works, and nothing else is on the host.
 async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) -> Result<()> {
     let keeper = Sandbox { client: node.client.clone(), id: keeper.id };
     ensure!(keeper.sh("cat /dev/shm/x").await? == "kept", "the sandbox lost its memory");
@@ -118,7 +118,7 @@ async fn check(node: &Node, keeper: &Sandbox, verb: &str, acknowledged: bool) ->
         restored.kill().await?;
         node.client.delete_snapshot(snapshot.id).await?;
     }
-    // Places ahead are refilled in the background: at most two beside the keeper.
+    // VMs prepared ahead are replaced in the background: at most two besides the keeper.
     let mut traces = node.traces()?;
     for _ in 0..30 * patience() {
         if traces.monitors.len() <= 3 && traces.sandboxes <= 3 {

@@ -1,4 +1,4 @@
-//! No room.
+//! A full disk.
 
 use super::refused;
 use crate::{
@@ -38,7 +38,7 @@ pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<
     );
     ensure!(fs::read_dir(node.data.join("store/scratch"))?.count() == 0, "scratch was left");
     fs::remove_file(&ballast)?;
-    // The file system gives the blocks back in the background.
+    // The file system frees the blocks in the background.
     for _ in 0..50 * patience() {
         if free(&node.data.join("store"))? > 1 << 30 {
             break;
@@ -50,17 +50,19 @@ pub async fn a_full_disk_refuses_and_loses_nothing(world: Arc<World>) -> Result<
     node.finish().await
 }
 
-/// Parallel requests near a full disk: each is done whole, or refused with nothing made; none fails in the middle.
+/// Parallel requests near a full disk: each succeeds, or is rejected and creates nothing; none
+/// fails halfway.
 pub async fn room_is_promised_once(world: Arc<World>) -> Result<()> {
     let node = Node::start(&world.places, Options::named("near").store_gib(3)).await?;
     node.bake().await?;
     let client = node.client.clone().with_retry_budget(Duration::ZERO);
     let sandboxes = try_join_all((0..5).map(|_| Sandbox::create(&client))).await?;
-    // A guest's pages that would all have to be written: half of its RAM.
+    // Pages of a guest that a snapshot must write: half of its RAM.
     let dirty = "head -c 100M /dev/urandom > /dev/shm/dirty";
     try_join_all(sandboxes.iter().map(|sandbox| sandbox.sh(dirty))).await?;
     let ballast = node.data.join("store/ballast");
-    // The node's own reserve, and room for two snapshots of the five, as each is promised all of a guest's RAM.
+    // The node's reserve, and room for two of the five snapshots: each reserves all of a guest's
+    // RAM.
     fill_but(&ballast, (256 + 2 * 272 + 100) << 20)?;
     let snapshots = join_all(sandboxes.iter().map(|sandbox| client.snapshot(sandbox.id))).await;
     let statuses: Vec<u16> = snapshots
@@ -99,7 +101,7 @@ pub async fn room_is_promised_once(world: Arc<World>) -> Result<()> {
     node.finish().await
 }
 
-/// What is free once that no longer grows: files that were deleted go with whoever had them open.
+/// Free space, once it stops growing: deleted files go when the last process closes them.
 async fn settled_free(dir: &std::path::Path) -> Result<u64> {
     let begun = Instant::now();
     let (mut last, mut same) = (free(dir)?, 0);
@@ -117,12 +119,12 @@ fn free(dir: &std::path::Path) -> Result<u64> {
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
-/// Takes all but the last few MiB.
+/// Fills the disk up to the last few MiB.
 fn fill(ballast: &std::path::Path) -> Result<()> {
     fill_but(ballast, 8 << 20)
 }
 
-/// Takes all but so many bytes.
+/// Fills the disk up to this many bytes.
 fn fill_but(ballast: &std::path::Path, left: u64) -> Result<()> {
     let here = ballast.parent().context("no directory")?;
     take(ballast, free(here)?.saturating_sub(left))

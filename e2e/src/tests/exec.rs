@@ -108,7 +108,7 @@ pub async fn input_reaches_the_command(world: Arc<World>) -> Result<()> {
         ExecRequest { cmd: Some("wc -c".into()), stdin: Some(text.clone()), ..ExecRequest::default() };
     let done = sandbox.client.exec(sandbox.id, &request).await?;
     ensure!(done.stdout.trim() == text.len().to_string(), "{done:?}");
-    // Input that nobody reads holds nobody up; no input is an empty one.
+    // Unread input blocks nothing; no input is empty input.
     let ignored = ExecRequest { cmd: Some("exit 0".into()), stdin: Some(text), ..ExecRequest::default() };
     ensure!(sandbox.client.exec(sandbox.id, &ignored).await?.exit_code == 0, "unread input");
     ensure!(sandbox.sh("cat | wc -c").await?.trim() == "0", "no input");

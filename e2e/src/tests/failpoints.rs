@@ -1,8 +1,9 @@
-//! The daemon dies after each numbered step of each verb (`keiki_sys::failpoint`). Whatever the step: what was there
-//! before is there, what was half made is not, and everything listed works.
+//! The daemon dies after each numbered step of each verb (`keiki_sys::failpoint`). Whatever the
+//! step: what was there before is still there, what was incomplete is not, and everything listed
+//! works.
 //!
-//! A verb has as many steps as it takes until it gets through: nobody keeps a list. A short run tries some of them,
-//! `KEIKI_E2E_LONG` all.
+//! No list says how many steps a verb has: the test tries them until the verb succeeds. A short run
+//! tries some of them, `KEIKI_E2E_LONG` tries all.
 
 use crate::{
     World, long,
@@ -26,16 +27,17 @@ use std::{
 
 /// Steps of a short run: the first, and some in the middle of things.
 const SHORT: [u32; 3] = [1, 4, 9];
-/// No verb has more.
+/// More than any verb has.
 const MOST: u32 = 80;
-/// Seconds a node may take to die of what it was told.
+/// Seconds a node may take to die at its failpoint.
 const DEATH: u64 = 5;
-/// Monitors started ahead.
+/// VMs prepared ahead.
 const AHEAD: usize = 2;
-/// Slots built ahead, and one under way.
+/// Slots built ahead, and one being built.
 const SLOTS_AHEAD: usize = 9;
 
-/// A verb, how many sandboxes it makes, and the fewest steps it has: fewer, and the points are gone.
+/// A verb, how many sandboxes it creates, and its minimum of steps: fewer means that failpoints are
+/// missing.
 const VERBS: [(&str, usize, u32); 12] = [
     ("create", 1, 5),
     ("restore", 1, 6),
@@ -57,7 +59,7 @@ struct Trial {
     keeper: Sandbox,
     kept: Snapshot,
     mounts: usize,
-    /// Digests of the files that others run on.
+    /// Digests of the files that other machines use.
     bases: Vec<String>,
 }
 
@@ -114,7 +116,7 @@ impl Trial {
         self.node.finish().await
     }
 
-    /// Dies at every step of a verb until it gets through; how many that were.
+    /// Kills the node at every step of a verb until the verb succeeds; returns the number of steps.
     async fn all_steps(&mut self, verb: &str, makes: usize) -> Result<u32> {
         for step in 1..MOST {
             if (long() || SHORT.contains(&step)) && !self.step(verb, makes, step).await? {
@@ -125,7 +127,7 @@ impl Trial {
         Ok(MOST)
     }
 
-    /// One death. False: the verb got through, it has no such step.
+    /// One kill. False: the verb succeeded, it has no such step.
     async fn step(&mut self, verb: &str, makes: usize, step: u32) -> Result<bool> {
         self.restart(Some(&format!("{verb}:{step}"))).await?;
         let done = self.run(verb).await.with_context(|| format!("{verb} with a death at step {step}"));
@@ -145,7 +147,7 @@ impl Trial {
         Ok(died)
     }
 
-    /// A template that is listed as ready makes sandboxes; one that is not has no files.
+    /// A template listed as ready makes sandboxes; any other has no files.
     async fn whole_or_gone(&self) -> Result<()> {
         let is_ready = self.node.client.template(&"base".parse()?).await?.status == "ready";
         let there = self.entries("templates/base")?;
@@ -182,7 +184,7 @@ impl Trial {
         Sandbox { client: self.node.client.clone(), id: sandbox.id }
     }
 
-    /// What the verb needs, then the verb.
+    /// Prepares for the verb, then runs it.
     async fn run(&self, verb: &str) -> Result<()> {
         let client = self.node.client.clone().with_retry_budget(Duration::ZERO);
         let id = self.keeper.id;
@@ -250,7 +252,7 @@ impl Trial {
         );
         let mut others = client.list(false).await?;
         others.retain(|one| one.id != self.keeper.id);
-        // All or nothing; of what is deleted one by one, something.
+        // All or nothing; items deleted one by one may be partly gone.
         let expected = match verb {
             "delete" => others.len() <= 1,
             "promote" => (1..=makes).contains(&others.len()),
@@ -279,7 +281,7 @@ impl Trial {
         self.settled().await
     }
 
-    /// Nothing but the keeper, and what waits ahead, is on the host and in the store.
+    /// The host and the store have only the keeper, and what is prepared ahead.
     async fn settled(&self) -> Result<()> {
         let mut seen = String::new();
         for _ in 0..60 * patience() {
@@ -306,8 +308,8 @@ impl Trial {
         }
     }
 
-    /// Of the template's and the snapshot's files, each once; of the root disk, which has gigabytes, what changes
-    /// with its contents.
+    /// Of the template's and the snapshot's files, each once; of the root disk, which has
+    /// gigabytes, what changes with its contents.
     fn digests(&self) -> Result<Vec<String>> {
         let store = self.node.data.join("store");
         let mut files = Vec::new();

@@ -1,5 +1,5 @@
-//! Each step of the release gate is broken, as a guest can break it. Whatever the step: the copy is destroyed, its maker
-//! is told why, the original goes on, and nothing is left.
+//! Breaks each step of the release gate, as a guest can. Whatever the step: the copy is destroyed,
+//! its caller gets the reason, the original continues, and nothing is left.
 
 use crate::{World, node::Node, sandbox::Sandbox, within};
 use anyhow::{Context, Result, bail, ensure};
@@ -17,10 +17,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// At once: guests are slow, and some of them wait.
+/// In parallel: guests are slow, and some of them wait.
 const AT_ONCE: usize = 4;
 
-/// What a step is broken with, and what its maker is told.
+/// How a step is broken, and the error its caller gets.
 struct Broken {
     step: &'static str,
     how: How,
@@ -28,14 +28,15 @@ struct Broken {
 }
 
 enum How {
-    /// By what stands where the step wants to write, or what it runs.
+    /// By a file where the step writes, or that it runs.
     Shell(&'static str),
-    /// By what the agent's system calls of a number answer. First what is done before.
+    /// By the result of the agent's system calls with this number. First the preparation.
     Call { before: &'static str, call: &'static str, answer: &'static str },
 }
 
-/// A guest's root may trace the first process, and need not stand still while that makes the machine another one.
-/// `saboteur.py NUMBER[:FIRST-BYTES-OF-SECOND-ARGUMENT] ANSWER`: an error's number, `hang` or `end`.
+/// A guest's root may trace the first process, and keeps running while it assumes the identity.
+/// `saboteur.py NUMBER[:FIRST-BYTES-OF-SECOND-ARGUMENT] ANSWER`: an error's number, `hang` or
+/// `end`.
 const SABOTEUR: &str = r#"
 import ctypes, errno, os, sys, time
 number, _, argument = sys.argv[1].partition(":")
@@ -127,7 +128,7 @@ const CASES: [Broken; 14] = [
         "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/bin/sh\nsleep 1000\n' >10 && chmod +x 10",
         "cannot set hooks: hook 10: /etc/keiki/thaw.d/10 did not end within 10 s",
     ),
-    // The agent ends before it acknowledges, and with it the kernel.
+    // The agent exits before it acknowledges, and with it the kernel.
     call("acknowledgement", "", "227", "end", "the guest did not take on its new identity"),
 ];
 
@@ -149,7 +150,7 @@ pub async fn a_copy_that_fails_a_step_is_destroyed_and_its_maker_told(world: Arc
     let client = &world.node.client;
     let before = settled(&world.node, 0).await?;
     let mut cases: Vec<Broken> = CASES.into();
-    // An agent that never answers is given up after 20 s; the node's own tests do not wait as long.
+    // The node gives up on an agent after 20 s; its own tests use a shorter time.
     let hangs = call("acknowledgement", "", "227", "hang", "no answer within 20000 ms");
     if std::env::var_os("KEIKI_E2E_LONG").is_some() {
         cases.push(hangs);
@@ -187,12 +188,12 @@ async fn refused(parent: &Sandbox, case: &Broken) -> Result<()> {
     Ok(())
 }
 
-/// The same gate at a restore, at a wake, and where a copy is given something.
+/// The same gate in a restore, in a wake, and with a secret for the copy.
 pub async fn every_way_to_a_copy_has_the_gate(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let before = settled(&world.node, 0).await?;
     let parent = Sandbox::create(client).await?;
-    // No room for what it is given.
+    // No room for the secret.
     parent.sh("mkdir /run/keiki/secrets && mount -t tmpfs -o size=8k none /run/keiki/secrets").await?;
     let secret =
         Secret { value: "x".repeat(60_000), owner: None, on_fork: None, on_restore: Some(Fate::Drop) };
@@ -238,7 +239,7 @@ fn told<T>(made: keiki_client::Result<T>, words: &str) -> Result<()> {
     Ok(())
 }
 
-/// Nothing is left of what was refused.
+/// Nothing is left of a rejected copy.
 async fn is_settled(node: &Node, sandboxes: usize, before: [usize; 3]) -> Result<()> {
     let after = settled(node, sandboxes).await?;
     ensure!(
@@ -248,7 +249,8 @@ async fn is_settled(node: &Node, sandboxes: usize, before: [usize; 3]) -> Result
     Ok(())
 }
 
-/// What the node has on its host beside so many sandboxes, once that no longer changes: it prepares ahead.
+/// What the node has on its host besides this many sandboxes, once that is stable: it prepares
+/// ahead.
 async fn settled(node: &Node, sandboxes: usize) -> Result<[usize; 3]> {
     let begun = Instant::now();
     let (mut last, mut same) = (None, 0);

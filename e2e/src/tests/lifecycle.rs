@@ -57,11 +57,12 @@ pub async fn hibernated_and_woken_by_use(world: Arc<World>) -> Result<()> {
     refused(client.sandbox(sandbox.id).await, 404, "no sandbox")
 }
 
-/// Whatever asks for its files, or for a command's output as it comes, wakes it, and finds what was written last. Asleep it has no machine, no slot, no memory.
+/// Whatever asks for its files, or for a command's output as it comes, wakes it, and finds what was
+/// written last. Asleep it has no machine, no slot, no memory.
 pub async fn every_way_to_its_files_wakes_it(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
-    // What is prepared for the next create has slots, too, and what earlier tests left may be on its way out.
+    // VMs prepared ahead have slots, too, and machines of earlier tests may still be shutting down.
     for _ in 0..100 * patience() {
         let text = metrics(&world.node).await?;
         let prepared = metric(&text, r#"keiki_prestarted_machines{template="base"}"#);
@@ -148,7 +149,7 @@ async fn fall_asleep(world: &World, sandbox: &Sandbox) -> Result<()> {
     let asleep = measure().await?;
     ensure!(awake[0] - asleep[0] == 1.0, "slots: {} awake, {} asleep", awake[0], asleep[0]);
     ensure!(awake[1] - asleep[1] >= f64::from(256 << 20), "RAM: {} awake, {} asleep", awake[1], asleep[1]);
-    // The process is gone, and with it every page.
+    // The process is gone, and all its pages.
     for pid in monitors {
         ensure!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "monitor {pid} is still there");
     }
@@ -165,14 +166,14 @@ pub async fn the_ttl_deletes_or_hibernates(world: Arc<World>) -> Result<()> {
     let passing = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };
     let lasting = Sandbox { client: client.clone(), id: client.create(&create(true)).await?.id };
     let used = Sandbox { client: client.clone(), id: client.create(&create(false)).await?.id };
-    // Nor does a command in the background keep it in use, with input that it does not read.
+    // A background command with unread input does not keep it in use either.
     let unread = ExecRequest {
         cmd: Some("sleep 600".into()),
         stdin: Some("x".repeat(1 << 20)),
         ..ExecRequest::default()
     };
     client.start_exec(passing.id, &StartExec { command: unread, ..StartExec::default() }).await?;
-    // A long command is activity all the time; a GET is none.
+    // A long command is activity all the time; a GET is not.
     ensure!(used.sh("sleep 4; echo done").await? == "done", "swept while in use");
     client.set_lifecycle(used.id, &SetLifecycle { ttl_seconds: Some(600), persistent: None }).await?;
     for _ in 0..20 * patience() {

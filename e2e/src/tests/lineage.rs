@@ -1,4 +1,4 @@
-//! Who may end without whom, and how deep it goes.
+//! Which machine depends on which, and how deep a lineage may be.
 
 use super::refused;
 use crate::{
@@ -58,7 +58,7 @@ pub async fn a_snapshot_outlives_its_ancestors(world: Arc<World>) -> Result<()> 
     let back = Sandbox::restore(client, &snapshot).await?;
     back.sh("echo 3 > /proc/sys/vm/drop_caches").await?;
     ensure!(back.sh("cat /root/who /dev/shm/warm").await? == "child\nwarm", "it lost something");
-    // And it lives on when the snapshot goes too.
+    // It also survives the deletion of the snapshot.
     client.delete_snapshot(snapshot.id).await?;
     back.sh("echo 3 > /proc/sys/vm/drop_caches; python3 -c 'import json'; git --version").await?;
     let again = back.fork_one().await?;
@@ -116,7 +116,7 @@ pub async fn a_fork_is_all_or_nothing(world: Arc<World>) -> Result<()> {
     ensure!(client.list(false).await?.len() == 1, "children were left");
     ensure!(std::fs::read_dir(node.data.join("store/scratch"))?.count() == 0, "scratch was left");
     ensure!(parent.sh("echo fine").await? == "fine", "the parent");
-    // What fits is made, and room that is given back can be used again.
+    // What fits is created, and freed room can be used again.
     for child in parent.fork(3).await? {
         child.kill().await?;
     }

@@ -2,13 +2,15 @@
 //!
 //! Two questions, asked apart, because on few CPUs the first would only measure the second:
 //!
-//! 1. *Does one slow command delay another sandbox?* 31 clients hold what is slow (commands that sleep, output that
-//!    nobody reads, an upload that stops, events that are followed), on other sandboxes; meanwhile the 32nd runs `ls`
-//!    in a sandbox of its own, one after the other. All wait for something, none for the CPU, so what `ls` takes longer
-//!    than alone is the node's queueing.
-//! 2. *Does it hold under load?* 32 clients do whatever comes next as fast as they can: commands, files, forks,
-//!    creates. Guests under software emulation fill the CPUs; times are told, not judged. Every answer must be one that
-//!    is promised, and afterwards nothing may be left.
+//! 1. *Does one slow command delay another sandbox?* 31 clients hold what is slow (commands that
+//!    sleep, output that without a reader, an upload that stops, events that are followed), on
+//!    other sandboxes; meanwhile the 32nd runs `ls` in another sandbox, one after the other. All
+//!    wait for something other than the CPU, so what `ls` takes longer than alone is queueing in
+//!    the node.
+//! 2. *Does it hold under load?* 32 clients do whatever comes next as fast as they can: commands,
+//!    files, forks, creates. Guests under software emulation fill the CPUs; times are printed, not
+//!    judged. Every response must be one that the API documents, and afterwards nothing may be
+//!    left.
 
 use super::observe::{metric, metrics};
 use crate::{World, node::Node, patience, sandbox::Sandbox};
@@ -30,9 +32,9 @@ use tokio::task::JoinSet;
 const CLIENTS: usize = 32;
 /// Sandboxes that they share.
 const SANDBOXES: usize = 8;
-/// What `ls` may take in 99 of 100 cases, where the machine is idle otherwise.
+/// Limit for the 99th percentile of `ls` on an otherwise idle machine.
 const P99: Duration = Duration::from_millis(50);
-/// Looks at `ls` for each figure.
+/// Samples of `ls` per figure.
 const LOOKS: usize = 200;
 
 pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result<()> {
@@ -54,7 +56,7 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
     let beside = p99_of_ls(&probe).await?;
     println!("        ls, 99 of 100: {alone:.1?} alone, {beside:.1?} beside {} slow requests", CLIENTS - 1);
     slow.shutdown().await;
-    // On a machine that others use, too, what it takes alone is the measure.
+    // On a busy machine, compare with the time it takes alone.
     ensure!(
         beside <= P99.max(alone * 2) * patience(),
         "ls takes {beside:?} beside slow commands, {alone:?} alone"
@@ -62,14 +64,14 @@ pub async fn a_slow_command_delays_no_other_sandbox(world: Arc<World>) -> Result
     Ok(())
 }
 
-/// Waits until all that is slow waits for something. Output that nobody reads fills what lies between first, and on few
-/// CPUs under emulation that would be measured instead.
+/// Waits until all slow requests wait for something. Unread output first fills the buffers, and on
+/// few CPUs under emulation the test would measure that instead.
 async fn stand_still(sandboxes: &[Sandbox]) -> Result<()> {
     let mut before = u64::MAX;
     for _ in 0..60 * patience() {
         let views = try_join_all(sandboxes.iter().map(Sandbox::view)).await?;
         let used: u64 = views.iter().filter_map(|view| view.cpu_ms).sum();
-        // A guest that idles still ticks.
+        // An idle guest still ticks.
         if before != u64::MAX && used - before < 200 * u64::from(patience()) {
             return Ok(());
         }
@@ -101,7 +103,7 @@ async fn hold(n: usize, sandbox: &Sandbox) -> Result<()> {
     match n % 4 {
         0 => sandbox.sh("sleep 600").await.map(drop),
         1 => {
-            // As fast as it can: it waits once what lies between is full.
+            // As fast as it can: it waits once the buffers are full.
             let line = "yes 0123456789012345678901234567890123456789";
             let request = ExecRequest { cmd: Some(line.into()), ..ExecRequest::default() };
             let _unread = client.exec_stream(id, &request).await?;
@@ -121,7 +123,7 @@ async fn hold(n: usize, sandbox: &Sandbox) -> Result<()> {
     }
 }
 
-/// How often what was done, and how long each took.
+/// How often each request was made, and how long it took.
 #[derive(Default)]
 struct Figures(Mutex<BTreeMap<&'static str, Vec<Duration>>>);
 
@@ -145,17 +147,18 @@ pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result
     let long = crate::long();
     let half = Duration::from_secs(if long { 300 } else { 30 });
     let node = &world.node;
-    // What waits for the next create, of each template that earlier tests have built.
+    // VMs prepared ahead, for each template that earlier tests built.
     settle(node).await?;
     let rest = at_rest(node)?;
-    // The first half fills what is kept: connections, caches, free heap. A leak is what the second adds.
+    // The first half fills caches, connections and free heap. Growth in the second half is a leak.
     everybody_works(node, half).await?;
     let before = metrics(node).await?;
     everybody_works(node, half).await?;
     let after = metrics(node).await?;
-    // Descriptors of connections that idle and threads that wait for work come and go. The heap at rest grows by one thing
-    // alone: pages of the events that were written stay in their database's cache until that has 2 MB. What else each of a
-    // thousand requests leaves in it shows. Beside it the resident memory has what the heap keeps in fragments.
+    // Descriptors of connections that idle and threads that wait for work come and go. The heap at
+    // rest grows by one thing alone: pages of the events that were written stay in their database's
+    // cache until that has 2 MB. What else each of a thousand requests leaves in it shows. Beside
+    // it the resident memory has what the heap keeps in fragments.
     for (name, slack) in [
         ("process_open_fds", 64.0),
         ("process_threads", 64.0),
@@ -179,7 +182,8 @@ pub async fn thirty_two_clients_and_nothing_is_left(world: Arc<World>) -> Result
     Ok(())
 }
 
-/// All clients, for a while; afterwards everything they made is deleted, and the node at rest.
+/// Runs all clients for a while; afterwards everything they created is deleted, and the node is
+/// idle.
 async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
     let cpu = metric(&metrics(node).await?, "process_cpu_seconds_total").context("no CPU time")?;
     let until = Instant::now() + how_long;
@@ -187,7 +191,7 @@ async fn everybody_works(node: &Node, how_long: Duration) -> Result<()> {
     let figures = Arc::new(Figures::default());
     let clients = (0..CLIENTS).map(|n| {
         let (sandbox, figures) = (shared[n % SANDBOXES].clone(), Arc::clone(&figures));
-        // Its own connections, like a client of its own.
+        // Private connections, as a separate client has.
         let client = Client::new(node.client.url());
         tokio::spawn(async move {
             let sandbox = Sandbox { client: client?, id: sandbox.id };
@@ -219,7 +223,7 @@ fn at_rest(node: &Node) -> Result<[usize; 3]> {
     Ok([traces.monitors.len(), traces.sandboxes, traces.mounts])
 }
 
-/// Waits until nothing is going on: as many slots and waiting monitors as at rest.
+/// Waits until the node is idle: as many slots and prepared VMs as at rest.
 async fn settle(node: &Node) -> Result<()> {
     let mut last = String::new();
     for _ in 0..60 * patience() {
@@ -240,7 +244,7 @@ async fn settle(node: &Node) -> Result<()> {
     anyhow::bail!("the node does not come to rest: {last}")
 }
 
-/// One of many things; says which.
+/// One random request; returns its name.
 async fn work(turn: usize, n: usize, sandbox: &Sandbox) -> Result<&'static str> {
     let (client, id) = (&sandbox.client, sandbox.id);
     Ok(match turn * 7 % 20 {

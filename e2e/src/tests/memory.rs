@@ -1,4 +1,4 @@
-//! Host memory behind a guest: what is told of it, and that it shrinks.
+//! Host memory behind a guest: that it is reported, and that it shrinks.
 
 use crate::{World, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
@@ -37,7 +37,7 @@ pub async fn a_guest_that_frees_memory_shrinks(world: Arc<World>) -> Result<()> 
         ensure!(freed.elapsed() < within(SHRINKS), "after {:?}: {held:?} is {now:?}", freed.elapsed());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    // A copy of what has shrunk is as small, and works.
+    // A copy of a shrunken machine is as small, and works.
     let copy = sandbox.fork_one().await?;
     ensure!(memory(&copy).await?.private_bytes < 64 * MIB, "{:?}", memory(&copy).await?);
     copy.sh("python3 -c 'b = b\"y\" * (128 << 20); assert b.count(b\"y\") == 128 << 20'").await?;

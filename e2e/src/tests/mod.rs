@@ -1,4 +1,4 @@
-//! The tests, by what they are about.
+//! The tests, by topic.
 
 mod api;
 mod bench;

@@ -1,4 +1,4 @@
-//! Network: every copy has one, none can reach what it must not.
+//! Network: every copy has one, and none can reach what is blocked.
 
 use crate::{World, patience, sandbox::Sandbox, within};
 use anyhow::{Context, Result, ensure};
@@ -8,7 +8,7 @@ use tokio::{
     process::{Child, Command},
 };
 
-/// A host of the tests' own, at a public-looking address (TEST-NET-2, RFC 5737), with a web server.
+/// A host for the tests, at a public-looking address (TEST-NET-2, RFC 5737), with a web server.
 struct Elsewhere {
     server: Child,
 }
@@ -43,7 +43,7 @@ impl Elsewhere {
         ] {
             ip(&step).await?;
         }
-        // Answers come in there and are passed on to the slots.
+        // Responses arrive there and are forwarded to the slots.
         std::fs::write("/proc/sys/net/ipv4/conf/kke2e0/forwarding", "1")?;
         let mut command = Command::new("ip");
         command.args([
@@ -74,7 +74,7 @@ impl Elsewhere {
     }
 }
 
-/// A guest's attempt to open a TCP connection, in its own words.
+/// A guest's attempt to open a TCP connection, as the guest reports it.
 async fn dial(sandbox: &Sandbox, host: &str, port: u16) -> Result<bool> {
     let line = format!(
         "python3 -c 'import socket; socket.create_connection((\"{host}\", {port}), 2).close()' 2>/dev/null && echo yes || echo no"
@@ -132,7 +132,8 @@ pub async fn egress_defaults(world: Arc<World>) -> Result<()> {
         until_served(&sandbox).await?;
         other.background("python3 -m http.server 8080").await?;
         other.sh("for i in $(seq 50); do python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 8080))' 2>/dev/null && exit 0; sleep 0.2; done; exit 1").await?;
-        // A server on every address of the host; and the host itself reaches all that guests must not.
+        // A server on every address of the host; the host itself can reach everything that is
+        // blocked for guests.
         let listener = TcpListener::bind("0.0.0.0:0").await?;
         let port = listener.local_addr()?.port();
         for (host, port) in [("10.99.99.99", 80), ("169.254.169.254", 80), ("198.51.100.1", port)] {

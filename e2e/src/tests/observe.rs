@@ -1,4 +1,4 @@
-//! What a node tells of itself: events and metrics.
+//! What a node reports: events and metrics.
 
 use crate::{
     World,
@@ -19,7 +19,7 @@ async fn kinds(client: &Client, id: SandboxId) -> Result<Vec<EventKind>> {
     Ok(client.events(Some(id), None, None).await?.iter().map(|event| event.kind).collect())
 }
 
-/// Waits for an event; events of verbs that answered are there already.
+/// Waits for an event. Events of verbs that have returned are already there.
 async fn wait_for(client: &Client, id: SandboxId, kind: EventKind) -> Result<Event> {
     let waiting = async {
         let mut events = client.follow_events(Some(id), Some(0)).await?;
@@ -75,7 +75,7 @@ pub async fn events_tell_a_life(world: Arc<World>) -> Result<()> {
     );
     let of_child = client.events(Some(child.id), None, None).await?;
     ensure!(of_child[0].parent_sandbox_id == Some(sandbox.id), "{of_child:?}");
-    // Told live, in the same order, to who listened.
+    // The live stream has them too, in the same order.
     let live = async {
         let mut mine = Vec::new();
         while mine.last() != Some(&Deleted) {
@@ -88,7 +88,7 @@ pub async fn events_tell_a_life(world: Arc<World>) -> Result<()> {
     };
     let live = tokio::time::timeout(within(10), live).await.context("not told")??;
     ensure!(live == life, "{live:?}");
-    // A machine that ends by itself, and a time that runs out.
+    // A machine that exits, and a TTL that expires.
     child.exec("echo b > /proc/sysrq-trigger").await.ok();
     let failed = wait_for(client, child.id, Failed).await?;
     ensure!(failed.reason.is_some_and(|reason| !reason.is_empty()), "without a reason");
@@ -152,7 +152,7 @@ pub async fn metrics_count_what_happens(world: Arc<World>) -> Result<()> {
     let child = sandbox.fork_one().await?;
     let request = CreateSandbox { ttl_seconds: Some(0), ..CreateSandbox::default() };
     ensure!(node.client.create(&request).await.is_err(), "a TTL of 0");
-    // Memory use is measured again after a while.
+    // Memory use is cached for a while.
     tokio::time::sleep(Duration::from_secs(6)).await;
     let after = metrics(node).await?;
     let grown = |name: &str| metric(&after, name).unwrap_or(0.0) - metric(&before, name).unwrap_or(0.0);

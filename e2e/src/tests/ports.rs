@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A server inside that does this with each connection `c`, on threads.
+/// A threaded server in the guest that runs this for each connection `c`.
 async fn serve(sandbox: &Sandbox, address: &str, port: u16, work: &str) -> Result<()> {
     let family = if address.contains(':') { "socket.AF_INET6" } else { "socket.AF_INET" };
     let script = format!(
@@ -31,7 +31,7 @@ async fn serve(sandbox: &Sandbox, address: &str, port: u16, work: &str) -> Resul
 
 const ECHO: &str = "  while True:\n    d=c.recv(65536)\n    if not d: break\n    c.sendall(d)\n  c.close()\n";
 
-/// All that comes until that direction ends.
+/// Everything received until that direction closes.
 async fn read_all(tcp: &mut Tcp) -> Result<Vec<u8>> {
     let mut all = Vec::new();
     while let Some(bytes) = tcp.output.next().await? {
@@ -40,12 +40,12 @@ async fn read_all(tcp: &mut Tcp) -> Result<Vec<u8>> {
     Ok(all)
 }
 
-/// Each direction ends for itself, in whichever order.
+/// Each direction closes separately, in either order.
 pub async fn half_closed_connections_go_on(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
     refused(client.tcp(id, 4000).await.map(drop), 502, "nothing listens on port 4000")?;
-    // It answers only when it has seen the end of what it was sent.
+    // It answers only after the end of its input.
     let count = "  n=0\n  while True:\n    d=c.recv(65536)\n    if not d: break\n    n+=len(d)\n  c.sendall(str(n).encode())\n  c.close()\n";
     serve(&sandbox, "127.0.0.1", 4001, count).await?;
     let mut tcp = client.tcp(id, 4001).await?;
@@ -54,7 +54,7 @@ pub async fn half_closed_connections_go_on(world: Arc<World>) -> Result<()> {
     tcp.input.finish().await?;
     ensure!(read_all(&mut tcp).await? == b"300000", "our end was not seen inside");
     tcp.output.closed().await;
-    // It ends first, and still reads.
+    // It closes first, and still reads.
     let first = "  c.sendall(b'bye')\n  c.shutdown(socket.SHUT_WR)\n  d=b''\n  while True:\n    p=c.recv(65536)\n    if not p: break\n    d+=p\n  open('/tmp/got','wb').write(d)\n  c.close()\n";
     serve(&sandbox, "::1", 4002, first).await?;
     let mut tcp = client.tcp(id, 4002).await?;
@@ -69,7 +69,7 @@ pub async fn half_closed_connections_go_on(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// A reset is told from an end, both ways.
+/// A reset differs from a close, in both directions.
 pub async fn resets_are_no_ends(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let reset = "  c.sendall(b'x')\n  time.sleep(0.2)\n  c.setsockopt(socket.SOL_SOCKET,socket.SO_LINGER,struct.pack('ii',1,0))\n  c.close()\n";
@@ -93,7 +93,7 @@ pub async fn resets_are_no_ends(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// Many at once carry what they must; those that nobody reads hold up nobody.
+/// Many connections at once carry their data; unread ones do not block others.
 pub async fn many_connections_and_stuck_ones(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let (client, id) = (&sandbox.client, sandbox.id);
@@ -103,7 +103,7 @@ pub async fn many_connections_and_stuck_ones(world: Arc<World>) -> Result<()> {
     let stuck = try_join_all((0..24).map(|n| async move {
         let mut tcp = client.tcp(id, if n % 2 == 0 { 4006 } else { 4007 }).await?;
         if n % 2 == 1 {
-            // Until nothing more is taken.
+            // Until no more data is accepted.
             let piece = Bytes::from(vec![1; 64 << 10]);
             let full = async { while tcp.input.send(piece.clone()).await.is_ok() {} };
             let _ = tokio::time::timeout(Duration::from_secs(2), full).await;
@@ -137,7 +137,7 @@ pub async fn many_connections_and_stuck_ones(world: Arc<World>) -> Result<()> {
     ensure!(child.sh("echo child").await? == "child", "the child");
     ensure!(begun.elapsed() < within(60), "it took {:?}", begun.elapsed());
     drop(stuck);
-    // A connection is a use: it wakes.
+    // A connection is a use: it wakes the sandbox.
     client.hibernate(id).await?;
     let mut tcp = client.tcp(id, 4005).await?;
     tcp.input.send(Bytes::from_static(b"hi")).await?;

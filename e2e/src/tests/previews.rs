@@ -137,7 +137,7 @@ pub async fn events_and_websockets_go_through(world: Arc<World>) -> Result<()> {
     while !text.contains("two\n\n") {
         text += std::str::from_utf8(&events.next().await.context("it ended")??)?;
     }
-    // By host: a link, and a WebSocket from its page.
+    // By host name: a link, and a WebSocket from its page.
     let preview = client.create_preview(id, &CreatePreview { port: 8000, ttl_seconds: None }).await?;
     let outside = format!("8000-{id}.localhost");
     ensure!(preview.url.starts_with(&format!("http://{outside}:")), "{preview:?}");
@@ -151,7 +151,7 @@ pub async fn events_and_websockets_go_through(world: Arc<World>) -> Result<()> {
         socket.send(message.clone()).await?;
         ensure!(socket.next().await.context("no echo")?? == message, "{size} bytes came back otherwise");
     }
-    // An end of the sandbox ends what is open.
+    // Deleting the sandbox closes open streams.
     client.delete(id).await?;
     let ended = async {
         while let Some(Ok(_)) = events.next().await {}
@@ -172,7 +172,7 @@ pub async fn a_request_wakes_and_copies_serve_for_themselves(world: Arc<World>) 
     ensure!(served.sandbox.view().await?.status == Status::Hibernated, "not hibernated");
     ensure!(served.get("/").await?["count"] == 3, "it woke as it was");
     ensure!(served.sandbox.view().await?.status == Status::Running, "not woken");
-    // By the name of a host, as a browser asks for the link.
+    // By host name, as a browser requests the link.
     let preview = client.create_preview(id, &CreatePreview { port: 8000, ttl_seconds: None }).await?;
     client.hibernate(id).await?;
     let node = client.url().trim_start_matches("http://").parse()?;

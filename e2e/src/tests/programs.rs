@@ -1,7 +1,8 @@
-//! `keiki` as people run it: the program, its arguments, its terminal, its exit codes, against a real node.
+//! `keiki` as people run it: the program, its arguments, its terminal, its exit codes, against a
+//! real node.
 //!
-//! What a verb does is tested where the verb is; here it counts that the program asks for it, shows it, and ends as
-//! documented.
+//! Other tests check what a verb does; these check that the program requests it, shows it, and
+//! exits as documented.
 
 use crate::{
     World,
@@ -31,7 +32,7 @@ use tokio::{
     process::{Child, ChildStderr, ChildStdout, Command},
 };
 
-/// What is waited for comes within this, also under emulation.
+/// Timeout for everything these tests wait for, long enough for emulation.
 fn soon() -> Duration {
     within(20)
 }
@@ -42,7 +43,7 @@ struct Keiki {
     url: String,
 }
 
-/// How a program has ended, and what it said.
+/// How a program exited, and its output.
 struct Said {
     code: Option<i32>,
     out: String,
@@ -68,7 +69,7 @@ impl Keiki {
         command
     }
 
-    /// Runs a line of words to its end.
+    /// Runs a command line to its end.
     async fn said(&self, line: &str) -> Result<Said> {
         let run = self.command(line.split_whitespace()).output();
         let output =
@@ -76,7 +77,7 @@ impl Keiki {
         Ok(output?.into())
     }
 
-    /// Runs one that must succeed; what it wrote to standard output.
+    /// Runs a command that must succeed; returns its standard output.
     async fn out(&self, line: &str) -> Result<String> {
         let said = self.said(line).await?;
         ensure!(said.code == Some(0), "`keiki {line}` ended with {:?}: {}{}", said.code, said.out, said.err);
@@ -88,7 +89,7 @@ impl Keiki {
         serde_json::from_str(&out).with_context(|| format!("`keiki -o json {line}` says {out}"))
     }
 
-    /// Starts one that goes on.
+    /// Starts a command and leaves it running.
     fn running(&self, line: &str) -> Result<Running> {
         let mut child = self.command(line.split_whitespace()).spawn()?;
         let out = BufReader::new(child.stdout.take().context("no output")?).lines();
@@ -97,7 +98,7 @@ impl Keiki {
     }
 }
 
-/// A program that goes on until it is told to end.
+/// A program that runs until it is stopped.
 struct Running {
     child: Child,
     out: Lines<BufReader<ChildStdout>>,
@@ -105,7 +106,7 @@ struct Running {
 }
 
 impl Running {
-    /// Lines of its output until one holds these words.
+    /// Lines of its output until one contains these words.
     async fn until(&mut self, words: &str) -> Result<String> {
         let find = async {
             while let Some(line) = self.out.next_line().await? {
@@ -144,7 +145,7 @@ pub async fn verbs_of_every_day(world: Arc<World>) -> Result<()> {
     let refused = keiki.said(&format!("ttl {id} 0")).await?;
     ensure!(refused.code == Some(125) && refused.out.is_empty() && !refused.err.is_empty(), "a TTL of 0");
 
-    // Awake it uses memory and is in the table; asleep neither.
+    // Awake, it uses memory and is in the table; hibernated, neither.
     let table = keiki.out("top --once --full").await?;
     ensure!(table.contains(&id) && table.contains("1 running") && table.contains("PSS"), "{table}");
     let top = keiki.json("top").await?;
@@ -188,7 +189,7 @@ pub async fn verbs_of_every_day(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// Commands that go on by themselves.
+/// Background commands.
 async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     let line = "trap 'echo caught; exit 7' USR1; i=0; while [ $i -lt 9999 ]; do i=$((i+1)); echo line $i; sleep 0.1; done";
     let args = ["exec", "-d", id, "-c", line];
@@ -201,7 +202,7 @@ async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     let mut reader = keiki.running(&format!("attach {id} {exec}"))?;
     ensure!(reader.until("line").await? == "line 1", "attach begins at the beginning");
     reader.until("line 3").await?;
-    // Ctrl-C leaves it as it is; `line 1` and its end are seven bytes.
+    // Ctrl-C leaves it running; `line 1` and its newline are seven bytes.
     ensure!(reader.end(Signal::INT).await?.code() == Some(130), "Ctrl-C ends the reading");
     let mut reader = keiki.running(&format!("attach --offset 7 {id} {exec}"))?;
     ensure!(reader.until("line").await? == "line 2", "attach from an offset");
@@ -215,7 +216,7 @@ async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     ensure!(keiki.out(&format!("ps -a {id}")).await?.contains("exited 7"), "ps -a");
     let late = keiki.said(&format!("kill {id} {exec}")).await?;
     ensure!(late.code == Some(125) && late.err.contains("has ended"), "{:?} {}", late.code, late.err);
-    // Input as it comes, and its end.
+    // Input as it arrives, and its end.
     let typed = "printf 'one\\ntwo\\n' | \"$KEIKI\" attach -i \"$ID\" $(\"$KEIKI\" exec -d --stdin-open \"$ID\" -c 'md5sum; exit 3')";
     let mut shell = Command::new("sh");
     shell.args(["-c", typed]).env("KEIKI", &keiki.program).env("KEIKI_URL", &keiki.url).env("ID", id);
@@ -229,7 +230,7 @@ async fn background(keiki: &Keiki, id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Counts what it is sent until its end and answers then; on the other port it ends first and still reads.
+/// Counts its input until the end, then answers; on the other port it closes first and still reads.
 const SERVERS: &str = r#"
 import socket, threading
 def read(c):
@@ -299,7 +300,7 @@ pub async fn a_forward_keeps_half_closes(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// A terminal with the program on it, as a terminal window is to a person.
+/// A terminal that runs the program, like a terminal window.
 struct Screen {
     child: Child,
     master: File,
@@ -315,7 +316,7 @@ impl Screen {
         unlockpt(&master)?;
         let far = File::from(ioctl_tiocgptpeer(&master, flags)?);
         let master = File::from(master);
-        // The terminal becomes its controlling one: only so a new size is signalled.
+        // Make it the controlling terminal: only then is a resize signalled.
         let mut command = Command::new("setsid");
         command.arg("--ctty").arg(&keiki.program).args(line.split_whitespace()).env("KEIKI_URL", &keiki.url);
         command.stdin(far.try_clone()?).stdout(far.try_clone()?).stderr(far).kill_on_drop(true);
@@ -338,7 +339,7 @@ impl Screen {
         Ok(self.keys.flush().await?)
     }
 
-    /// What is shown until these words; they and what came before are not looked at again.
+    /// Output up to and including these words, which later calls skip.
     async fn until(&mut self, words: &str) -> Result<String> {
         let find = async {
             loop {
@@ -351,7 +352,7 @@ impl Screen {
                 let mut piece = [0; 4096];
                 match self.shown.read(&mut piece).await {
                     Ok(got) if got > 0 => self.seen.extend_from_slice(&piece[..got]),
-                    // The last one on a terminal has left it.
+                    // The last process on the terminal has left it.
                     _ => anyhow::bail!("it ended without {words:?}; it showed {text:?}"),
                 }
             }
@@ -364,7 +365,7 @@ impl Screen {
 
     async fn end(mut self) -> Result<Option<i32>> {
         let ended = tokio::time::timeout(soon(), self.child.wait()).await.context("it does not end")??;
-        // Echo and lines are as they were, or the person's shell is unusable afterwards.
+        // Echo and line mode must be restored, or the user's shell is unusable afterwards.
         let modes = tcgetattr(&self.master)?.local_modes;
         ensure!(modes.contains(LocalModes::ECHO | LocalModes::ICANON), "the terminal stays raw: {modes:?}");
         Ok(ended.code())
@@ -382,7 +383,7 @@ pub async fn a_shell_on_a_terminal(world: Arc<World>) -> Result<()> {
     let piped = keiki.said(&format!("shell {id}")).await?;
     ensure!(piped.code == Some(125) && piped.err.contains("needs a terminal"), "{}", piped.err);
     let mut screen = Screen::open(&keiki, &format!("shell {id}"), (80, 24))?;
-    // Typed before there is anybody to read it.
+    // Typed before there is a reader.
     screen.type_in("stty size; echo $TERM; x=kept; echo re''ady\n").await?;
     let seen = screen.until("ready").await?;
     ensure!(seen.contains("24 80") && seen.contains("256color"), "{seen:?}");
@@ -395,7 +396,7 @@ pub async fn a_shell_on_a_terminal(world: Arc<World>) -> Result<()> {
     screen.type_in("sleep 7004\n").await?;
     sandbox.sh("until pgrep -f 'sleep 700[4]' >/dev/null; do sleep 0.1; done").await?;
     screen.type_in("\u{3}").await?;
-    // What is typed before the shell has heard of it may be thrown away with the line that was ended.
+    // Input typed too early may be discarded with the interrupted line.
     screen.until("^C").await?;
     screen.until("# ").await?;
     screen.type_in("echo inter''rupted $?\n").await?;
@@ -403,7 +404,7 @@ pub async fn a_shell_on_a_terminal(world: Arc<World>) -> Result<()> {
 
     paste(&mut screen).await?;
 
-    // Left with the keys for it, and come back to: the same shell.
+    // Detach with the keys and reattach: the same shell.
     screen.type_in("\u{1d}d").await?;
     let seen = screen.until("shell --attach=").await?;
     ensure!(seen.contains("detached; reattach with"), "{seen:?}");
@@ -422,7 +423,7 @@ pub async fn a_shell_on_a_terminal(world: Arc<World>) -> Result<()> {
     let none = keiki.said(&format!("ps -q {id}")).await?;
     ensure!(none.out.is_empty(), "a terminal still runs: {}", none.out);
 
-    // Ended from outside, it hangs up on its shell and puts the terminal back.
+    // Killed from outside, it hangs up its shell and restores the terminal.
     let mut screen = Screen::open(&keiki, &format!("shell {id} sleep 7003"), (80, 24))?;
     sandbox.sh("until pgrep -f 'sleep 700[3]' >/dev/null; do sleep 0.1; done").await?;
     signal(&screen.child, Signal::TERM)?;
@@ -455,18 +456,18 @@ async fn cksum(text: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&out).split(' ').next().unwrap_or_default().to_owned())
 }
 
-/// The program is killed, then the node: each time it is run again and goes on with what is there.
+/// The program is killed, then the node: each time the next run continues with what is there.
 pub async fn a_killed_template_build_is_gone_on_with(world: Arc<World>) -> Result<()> {
     let mut node = Node::start(&world.places, Options::named("programs").store_gib(3)).await?;
     let keiki = Keiki::of(&world, &node);
     let mut build = keiki.running("template build base")?;
-    // Where nobody looks at a screen, progress is a line for each step.
+    // Without a terminal, progress is a line per step.
     next_line(&mut build).await?;
     build.end(Signal::KILL).await?;
     let begun = node.client.builds().await?;
     ensure!(begun.len() == 1 && begun[0].ended_at.is_empty(), "the build ended with its watcher: {begun:?}");
     let mut again = keiki.running("template build base")?;
-    // The guest boots: all that is made of packages is there.
+    // The guest boots: everything built from packages exists.
     while !next_line(&mut again).await?.contains("boot") {}
     ensure!(node.client.builds().await?.len() == 1, "it was begun anew");
 

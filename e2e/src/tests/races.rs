@@ -1,4 +1,4 @@
-//! Requests that cross each other, and callers who leave: clear answers, nothing lost, nothing left.
+//! Racing requests, and callers that disconnect: clear responses, nothing lost, nothing left.
 
 use super::refused;
 use crate::{
@@ -20,7 +20,7 @@ fn shell(line: &str) -> ExecRequest {
     ExecRequest { cmd: Some(line.into()), ..ExecRequest::default() }
 }
 
-/// Only refusals that the API documents.
+/// Only errors that the API documents.
 fn documented<T>(answer: &keiki_client::Result<T>, statuses: &[u16]) -> Result<()> {
     match answer {
         Err(error) if !error.status().is_some_and(|status| statuses.contains(&status)) => {
@@ -61,7 +61,7 @@ pub async fn a_named_request_is_carried_out_once(world: Arc<World>) -> Result<()
     node.bake().await?;
     let named = |node: &Node, key: &str| node.client.clone().named(key);
     let two = ForkSandbox { count: Some(2), ..ForkSandbox::default() };
-    // At the same time, and after a caller who left: one sandbox.
+    // Concurrently, and after a caller disconnected: one sandbox.
     let first = named(&node, "create");
     let left = first.clone();
     let leaver = tokio::spawn(async move { left.create(&CreateSandbox::default()).await });
@@ -86,7 +86,8 @@ pub async fn a_named_request_is_carried_out_once(world: Arc<World>) -> Result<()
     ensure!(named(&node, "snapshot").snapshot(parent).await?.id == snapshot.id, "another snapshot");
     ensure!(node.client.list(false).await?.len() == 3, "something was made anew");
 
-    // Another request under the name is refused; what is gone stays gone; a request that failed is tried anew.
+    // Another request under the same key is rejected; what was deleted stays deleted; a failed
+    // request runs again.
     let other = CreateSandbox { ttl_seconds: Some(77), ..CreateSandbox::default() };
     refused(named(&node, "create").create(&other).await, 422, "used for another request")?;
     refused(named(&node, "fork").snapshot(parent).await, 422, "used for another request")?;
@@ -96,7 +97,7 @@ pub async fn a_named_request_is_carried_out_once(world: Arc<World>) -> Result<()
     refused(named(&node, "early").create(&early).await, 404, "nope")?;
     ensure!(named(&node, "early").create(&request).await.is_ok(), "a request that failed kept its name");
 
-    // Also when the parent, whose labels were taken over, is gone.
+    // Also when the parent, whose labels the child inherited, is gone.
     let tree = ForkTree { count: 1, ..ForkTree::default() };
     let made = named(&node, "tree").fork_tree(parent, &tree).await?;
     node.client.delete(parent).await?;
@@ -214,7 +215,8 @@ pub async fn guest_errors_are_no_failures_of_the_node(world: Arc<World>) -> Resu
     Ok(())
 }
 
-/// A create while the template is built is told to come back, and one build serves all.
+/// A create while the template is being built gets a 503 with Retry-After, and one build serves
+/// all.
 pub async fn building_is_single_flight(world: Arc<World>) -> Result<()> {
     let node = Node::start(&world.places, Options::named("building").store_gib(3)).await?;
     let done = single_flight(&node).await;
@@ -239,7 +241,8 @@ async fn single_flight(node: &Node) -> Result<()> {
     node.bake().await?;
     ensure!(client.builds().await?.iter().all(|build| build.status == "done"), "a build failed");
 
-    // Deleted while creates use it: each is made or told to wait, and the next build is whole.
+    // Deleted while creates use it: each create succeeds or gets a 503, and the next build is
+    // complete.
     for delay in [0, 60] {
         let creates = join_all((0..4).map(|_| client.create(&request)));
         let deletion = async {
@@ -278,7 +281,7 @@ fn told_to_wait<T>(answer: keiki_client::Result<T>) -> Result<()> {
     }
 }
 
-/// Two nodes would each remove what the other made.
+/// Two nodes would each remove what the other created.
 pub async fn one_directory_has_one_node(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let said = match world.node.restart().await {
@@ -290,7 +293,7 @@ pub async fn one_directory_has_one_node(world: Arc<World>) -> Result<()> {
     sandbox.sh("true").await.map(drop)
 }
 
-/// Told to stop in the middle of things, an ephemeral node leaves nothing.
+/// An ephemeral node that is stopped in the middle of its work leaves nothing.
 pub async fn a_stopping_node_lets_things_end(world: Arc<World>) -> Result<()> {
     let node = Node::start(&world.places, Options::named("stopping").store_gib(3)).await?;
     let wanted = BuildTemplate { name: "base".into(), ..BuildTemplate::default() };
@@ -299,7 +302,7 @@ pub async fn a_stopping_node_lets_things_end(world: Arc<World>) -> Result<()> {
     tokio::time::sleep(Duration::from_millis(1500)).await;
     node.finish().await.context("in the middle of a build")?;
 
-    // One that cannot even start leaves nothing either.
+    // A node that fails to start leaves nothing either.
     let options = Options::named("refused").store_gib(3).on_slots_of(&world.node);
     let before = std::fs::read_to_string("/proc/mounts")?.matches("/refused/").count();
     let said = Node::start(&world.places, options).await.err().map(|error| error.to_string());
@@ -318,7 +321,7 @@ pub async fn a_stopping_node_lets_things_end(world: Arc<World>) -> Result<()> {
     });
     tokio::time::sleep(Duration::from_millis(100)).await;
     node.finish().await.context("in the middle of creates and a fork")?;
-    // Made and ended with the node, or told that it stops, or cut off.
+    // Created and ended with the node, or rejected because it stops, or cut off.
     let (first, second, forked) = under_way.await?;
     for status in [first.err(), second.err(), forked.err()].iter().flatten().filter_map(Error::status) {
         ensure!(status == 503, "status {status} of a node that stops");

@@ -1,4 +1,5 @@
-//! What is given to one sandbox as a secret is nowhere else: not in templates, not in snapshots, not lost by a crash.
+//! A secret of one sandbox is nowhere else: not in templates, not in snapshots; and a crash does
+//! not lose it.
 
 use crate::{
     World,
@@ -23,7 +24,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// A text that is nowhere else.
+/// A unique text.
 fn token(of: &str) -> Result<String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos();
     Ok(format!("{of}-{}-{now}", std::process::id()))
@@ -38,7 +39,7 @@ async fn create(client: &Client, secrets: BTreeMap<String, Secret>) -> Result<Sa
     Ok(Sandbox { client: client.clone(), id: client.create(&request).await?.id })
 }
 
-/// Is this text in a file? By another program, which finds it wherever it lies.
+/// Whether a file contains this text, as another program finds it.
 fn holds(file: &Path, text: &str) -> Result<bool> {
     let found = Command::new("grep").args(["-q", "-a", "-F", "-e", text]).arg(file).status()?;
     ensure!(matches!(found.code(), Some(0 | 1)), "grep failed on {}", file.display());
@@ -49,7 +50,7 @@ fn memory_of(node: &Node, snapshot: SnapshotId) -> PathBuf {
     node.data.join("store/snapshots").join(snapshot.to_string()).join("vm.mem")
 }
 
-/// Its way there was through the channel, the agent and a file; and around each snapshot once back and forth.
+/// It went through the channel, the agent and a file, and around each snapshot back and forth.
 pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let (kept, dropped, later) = (token("kept")?, token("dropped")?, token("later")?);
@@ -60,7 +61,7 @@ pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> 
         ("LONG".to_owned(), secret(&format!("{}{dropped}", "x".repeat(60_000)), Some(Fate::Replace))),
     ]);
     let parent = create(client, given).await?;
-    // Not read by anybody: what a program reads, it has.
+    // No program reads it: a program that reads a secret has it.
     let there = "cd /run/keiki/secrets && for f in *; do stat -c '%n %s' $f; done";
     let sizes = format!("DROPPED {0}\nKEPT {1}\nLONG {2}", dropped.len(), kept.len(), 60_000 + dropped.len());
     ensure!(parent.sh(there).await? == sizes, "not as given");
@@ -72,7 +73,7 @@ pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> 
         );
         ensure!(!holds(&memory, &dropped)?, "{turn} snapshot has a secret that is dropped");
     }
-    // A child that is given one more.
+    // A child that gets one more.
     let more = BTreeMap::from([("LATER".to_owned(), secret(&later, None))]);
     let forked =
         client.fork(parent.id, &ForkSandbox { secrets: Some(more), ..ForkSandbox::default() }).await?;
@@ -80,13 +81,13 @@ pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> 
     let snapshot = child.snapshot().await?;
     let memory = memory_of(&world.node, snapshot.id);
     ensure!(holds(&memory, &kept)? && !holds(&memory, &later)? && !holds(&memory, &dropped)?, "the child's");
-    // All of them are where they were, for their owner.
+    // All of them are still in place, readable by their owner.
     let sum = format!("printf %s {later} | cmp - /run/keiki/secrets/LATER && ls /run/keiki/secrets | wc -l");
     ensure!(child.sh(&sum).await? == "4", "a secret was not put back");
-    // And the long one, which must be replaced, keeps a restore from being made without it.
+    // The long one must be replaced, so a restore without it fails.
     let refused = Sandbox::restore(client, &snapshot).await.err().context("restored without LONG")?;
     ensure!(format!("{refused:#}").contains("LONG must be given anew"), "{refused:#}");
-    // A template's memory never had any; what is made of it has none.
+    // A template's memory never had a secret, so its sandboxes have none.
     for version in std::fs::read_dir(world.node.data.join("store/templates/base"))? {
         ensure!(!holds(&version?.path().join("vm.mem"), &kept)?, "a template has a secret");
     }
@@ -95,7 +96,7 @@ pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> 
     Ok(())
 }
 
-/// While a snapshot is taken, a secret that is not to be in it is with the node alone.
+/// While a snapshot is taken, only the node holds a secret that the snapshot must not have.
 pub async fn a_node_killed_with_secrets_in_its_hands_gives_them_back(world: Arc<World>) -> Result<()> {
     let mut node = Node::start(&world.places, Options::named("secrets")).await?;
     node.bake().await?;

@@ -1,4 +1,4 @@
-//! Commands that go on without their caller, and terminals.
+//! Background commands, and terminals.
 
 use super::refused;
 use crate::{
@@ -55,7 +55,7 @@ pub async fn a_background_command_is_found_again(world: Arc<World>) -> Result<()
     ensure!(client.execs(id).await?.iter().any(|listed| listed.id == exec.id), "it is not listed");
     let (out, code) = to_the_end(client.attach_exec(id, &exec.id, From::Offsets(0, 0)).await?).await?;
     ensure!((out.as_str(), code) == ("one\ntwo\n", 3), "{out:?} {code}");
-    // After its end, from anywhere, and again.
+    // After it has ended, from any offset, and again.
     for (from, expected) in
         [(From::Offsets(4, 0), "two\n"), (From::Tail(2), "o\n"), (From::Tail(100), "one\ntwo\n")]
     {
@@ -107,7 +107,7 @@ pub async fn input_and_signals_reach_it(world: Arc<World>) -> Result<()> {
     ensure!(over.exit_code == Some(7), "{over:?}");
     refused(client.signal_exec(id, &caught.id, Signal::Name("NONE".into())).await, 400, "signal must be")?;
 
-    // Removing one ends all that it started.
+    // Deleting a command kills everything it started.
     let tree = client.start_exec(id, &start("sleep 6543 & setsid sleep 6543 & sleep 6543")).await?;
     tokio::time::sleep(Duration::from_millis(300)).await;
     client.remove_exec(id, &tree.id).await?;
@@ -115,14 +115,14 @@ pub async fn input_and_signals_reach_it(world: Arc<World>) -> Result<()> {
         .sh("for n in $(seq 50); do pgrep -f 'sleep 654[3]' >/dev/null || exit 0; sleep 0.1; done; exit 1")
         .await;
     ensure!(left.is_ok(), "something survived the removal: {left:?}");
-    // A foreground command is its caller's.
+    // A foreground command belongs to its caller.
     let request = ExecRequest { cmd: Some("echo mine; sleep 30".into()), ..ExecRequest::default() };
     let mut mine = client.exec_stream(id, &request).await?;
     ensure!(matches!(mine.next().await, Some(Ok(ExecEvent::Stdout(_)))), "its first words");
     let theirs = client.execs(id).await?.into_iter().find(|exec| !exec.background).context("not listed")?;
     refused(client.attach_exec(id, &theirs.id, From::Tail(0)).await.map(drop), 409, "belongs to the call")?;
     drop(mine);
-    // A later reader takes over from an earlier one, who is told.
+    // A new reader takes over; the old one gets an error.
     let long = client.start_exec(id, &start("while :; do echo tick; sleep 0.1; done")).await?;
     let mut first = client.attach_exec(id, &long.id, From::Offsets(0, 0)).await?;
     first.next().await.context("nothing came")??;
@@ -139,7 +139,7 @@ pub async fn input_and_signals_reach_it(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// What a command counts: one line each 50 ms, and how far it came when it is read.
+/// A command that counts: one line every 50 ms.
 const COUNT: &str = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); echo $i; sleep 0.05; done";
 
 /// Reads until this line has come; every line before it must be there, from `after` on.
@@ -168,11 +168,11 @@ pub async fn it_goes_on_in_a_fork_and_after_a_hibernation(world: Arc<World>) -> 
     let exec = client.start_exec(id, &start(COUNT)).await?;
     read_to(client, id, &exec.id, 5).await?;
     let children = sandbox.fork(2).await?;
-    // Each has its own: ending one touches no other.
+    // Each copy has its own: killing one does not affect the others.
     client.remove_exec(children[0].id, &exec.id).await?;
     let (parent, child) = (read_to(client, id, &exec.id, 15), read_to(client, children[1].id, &exec.id, 15));
     tokio::try_join!(parent, child)?;
-    // Input that it has not read yet is its own, too.
+    // Unread input is copied, too.
     let input: String = (0..300_000u32).map(|n| format!("{n} ")).collect();
     let late = ExecRequest { stdin: Some(input.clone()), ..start("sleep 2; md5sum").command };
     let late = client.start_exec(id, &StartExec { command: late, ..StartExec::default() }).await?;
@@ -183,7 +183,7 @@ pub async fn it_goes_on_in_a_fork_and_after_a_hibernation(world: Arc<World>) -> 
     let (sum, _) = to_the_end(client.attach_exec(id, &late.id, From::Offsets(0, 0)).await?).await?;
     ensure!(sum.trim_end() == expected, "its input came as {sum:?}, not {expected:?}");
     ensure!(client.get_exec(id, &exec.id).await?.status == "running", "after a wake");
-    // Also a command whose caller a hibernation has cut off.
+    // Also a command that lost its caller to a hibernation.
     let cut = ExecRequest { cmd: Some("sleep 3; echo late; sleep 300".into()), ..ExecRequest::default() };
     let mut stream = client.exec_stream(id, &cut).await?;
     tokio::time::sleep(Duration::from_millis(500)).await;
@@ -217,7 +217,7 @@ async fn across_a_crash(node: &mut Node) -> Result<()> {
     Ok(())
 }
 
-/// Output of a terminal until it holds these words.
+/// Output of a terminal until it contains these words.
 async fn until(pty: &mut Pty, words: &str) -> Result<String> {
     let mut seen = Vec::new();
     let reading = async {
@@ -253,7 +253,7 @@ pub async fn a_terminal_is_left_and_come_back_to(world: Arc<World>) -> Result<()
     pty.input.resize(132, 50).await?;
     pty.input.send("stty size; x=kept; echo si''zed\n".into()).await?;
     ensure!(until(&mut pty, "sized").await?.contains("50 132"), "its new size");
-    // Ctrl-C ends what runs in it, not it.
+    // Ctrl-C ends the program in the shell, not the shell.
     pty.input.send("sleep 1000\n".into()).await?;
     tokio::time::sleep(Duration::from_millis(500)).await;
     pty.input.send(Bytes::from_static(&[3])).await?;
@@ -287,7 +287,7 @@ pub async fn a_terminal_is_left_and_come_back_to(world: Arc<World>) -> Result<()
         };
         ensure!(code == PtyEvent::Exit(5), "{code:?}");
     }
-    // Left without a word: it ends, unless it is kept.
+    // Without a detach it ends, unless it is kept.
     let gone = client.pty(id, &on("sleep 7001")).await?;
     let kept = client.pty(id, &PtyRequest { keep: true, ..on("sleep 7002") }).await?;
     let (gone_id, kept_id) = (gone.exec.clone(), kept.exec.clone());
@@ -316,7 +316,7 @@ pub async fn a_paste_of_a_mebibyte_is_intact(world: Arc<World>) -> Result<()> {
             }
             anyhow::Ok(())
         };
-        // The echo is read meanwhile, as a screen does.
+        // Reads the echo meanwhile, as a terminal does.
         let watching = async {
             let mut tail = Vec::new();
             loop {
@@ -363,7 +363,7 @@ pub async fn twenty_terminals_and_commands_beside_each_other(world: Arc<World>) 
         Ok(())
     };
     try_join_all((0..20).map(talk)).await?;
-    // Commands that nobody reads hold up no others.
+    // Commands without a reader do not block others.
     let flood = ExecRequest { cmd: Some("yes".into()), ..ExecRequest::default() };
     let stuck = try_join_all((0..24).map(|_| client.exec_stream(id, &flood))).await?;
     tokio::time::sleep(Duration::from_secs(2)).await;
@@ -373,7 +373,7 @@ pub async fn twenty_terminals_and_commands_beside_each_other(world: Arc<World>) 
     output_that_nobody_reads_is_bounded(&sandbox).await
 }
 
-/// However many commands write what nobody reads, and whoever of them is read loses nothing.
+/// Many commands write without a reader; a command with a reader loses nothing.
 async fn output_that_nobody_reads_is_bounded(sandbox: &Sandbox) -> Result<()> {
     const MIB: u64 = 1 << 20;
     let (client, id) = (&sandbox.client, sandbox.id);
@@ -389,13 +389,13 @@ async fn output_that_nobody_reads_is_bounded(sandbox: &Sandbox) -> Result<()> {
     let kept = agent().await?.saturating_sub(before);
     println!("        40 commands that wrote a MiB each cost the agent {} KiB", kept >> 10);
     ensure!(kept < 30 * MIB, "the agent keeps {kept} bytes for 40 commands");
-    // The end of each is there.
+    // The end of each output is kept.
     for exec in [&all[0], &all[39]] {
         let mut events = client.attach_exec(id, &exec.id, From::Tail(4)).await?;
         let last = events.next().await.context("nothing came")??;
         ensure!(last == ExecEvent::Stdout("end\n".into()), "{last:?}");
     }
-    // One that is read has all of its output all the same.
+    // A command with a reader still has all of its output.
     let long = ExecRequest { cmd: Some("seq 200000 | md5sum; seq 200000".into()), ..ExecRequest::default() };
     let done = client.exec(id, &long).await?;
     let (sum, numbers) = done.stdout.split_once('\n').context("one line")?;

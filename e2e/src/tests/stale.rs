@@ -1,4 +1,4 @@
-//! Snapshots grow old, and say so.
+//! Stale snapshots are reported as such.
 
 use super::refused;
 use crate::{
@@ -15,7 +15,8 @@ use std::{
 };
 use tokio::process::Command;
 
-/// Seconds after which a snapshot is marked, and is not restored. Restored before that it must be here, so it is long.
+/// Seconds after which a snapshot is marked as old, and rejected. Long, because the test restores
+/// it before that.
 const MAX_AGE: &str = "1s";
 const REFUSE_AGE: u64 = 8;
 
@@ -32,7 +33,7 @@ pub async fn a_snapshot_says_why_it_should_be_made_anew(world: Arc<World>) -> Re
     };
     let sandbox = Sandbox::create(&node.client).await?;
     let snapshot = sandbox.snapshot().await?;
-    // It is not younger than this.
+    // Its minimum age.
     let begun = Instant::now();
     ensure!(snapshot.stale.is_empty() && snapshot.age_seconds <= 1, "it is stale at once: {snapshot:?}");
     let kernel = sandbox.sh("uname -r").await?;
@@ -56,7 +57,7 @@ pub async fn a_snapshot_says_why_it_should_be_made_anew(world: Arc<World>) -> Re
 
     let words = "and this node restores none older than";
     refused(node.client.restore(snapshot.id, CreateSandbox::default()).await, 409, words)?;
-    // What is new again is of the new template.
+    // New snapshots have the new template's version.
     let fresh = Sandbox::create(&node.client).await?.snapshot().await?;
     ensure!(fresh.stale.is_empty() && fresh.template_version != snapshot.template_version, "{fresh:?}");
     Sandbox::restore(&node.client, &fresh).await?;

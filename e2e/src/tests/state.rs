@@ -92,7 +92,7 @@ pub async fn divergence_never_leaks(world: Arc<World>) -> Result<()> {
     let children = parent.fork(2).await?;
     let all: Vec<&Sandbox> = std::iter::once(&parent).chain(&children).collect();
     for (n, copy) in all.iter().enumerate() {
-        // Each overwrites the shared file and adds one of its own, and remembers their hashes in memory.
+        // Each overwrites the shared file, adds a private one, and keeps their hashes in memory.
         copy.sh(&format!(
             "echo {n} > /dev/shm/me; head -c 50M /dev/urandom > /root/shared; head -c 10M /dev/urandom > /root/own-{n}; sync; \
              sha256sum /root/shared /root/own-{n} > /dev/shm/sums"

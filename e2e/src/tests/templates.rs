@@ -1,4 +1,4 @@
-//! Templates: the code interpreter that comes with the product, one of the user's own, and the examples on them.
+//! Templates: the built-in code interpreter, a user's template, and the examples that use them.
 
 use crate::{World, node::Places, patience, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
@@ -6,19 +6,19 @@ use keiki_client::Client;
 use keiki_types::api::{BuildTemplate, CreateSandbox, ExecRequest};
 use std::{os::unix::fs::MetadataExt, path::Path, sync::Arc, time::Duration};
 
-/// No disk of the product's is larger.
+/// Larger than the disk of any built-in template.
 const MOST_BYTES: u64 = 700_000_000;
 
-/// A template of a user's.
+/// A user's template.
 const OWN: &str = include_str!("../../templates/own.toml");
 
-/// That of an example.
+/// The template of an example.
 const PREFORK: &str = include_str!("../../../examples/prefork/prefork.toml");
 
-/// That of a machine with services.
+/// The template of a machine with services.
 const SERVICES: &str = include_str!("../../templates/services.toml");
 
-/// The directory with the templates of the user that these tests are.
+/// The directory of the tests' own templates.
 pub fn own(places: &Places) -> Result<String> {
     places.file("templates/own.toml", OWN)?;
     places.file("templates/prefork.toml", PREFORK)?;
@@ -27,7 +27,7 @@ pub fn own(places: &Places) -> Result<String> {
     Ok(broken.trim_end_matches("/broken.toml").to_owned())
 }
 
-/// Builds to the end, if it is not there.
+/// Builds it, unless it exists.
 pub async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
     let mut build = client.build_template(request).await?;
     while build.ended_at.is_empty() {
@@ -38,7 +38,7 @@ pub async fn build(client: &Client, request: &BuildTemplate) -> Result<()> {
     Ok(())
 }
 
-/// What the root disk of a template takes.
+/// Size of a template's root disk.
 fn root_disk(template: &Path) -> Result<u64> {
     let mut disks = Vec::new();
     let mut waiting = vec![template.to_owned()];
@@ -56,7 +56,7 @@ fn root_disk(template: &Path) -> Result<u64> {
     Ok(disks[0])
 }
 
-/// A sandbox of a template that was built.
+/// A sandbox of a built template.
 pub async fn create(client: &Client, template: &str) -> Result<Sandbox> {
     let request = CreateSandbox { template: Some(template.into()), ..CreateSandbox::default() };
     Ok(Sandbox { client: client.clone(), id: client.create(&request).await?.id })
@@ -90,7 +90,7 @@ pub async fn a_code_interpreter_has_its_imports_done(world: Arc<World>) -> Resul
     // In an emulated machine the pages of a copy cost more than the imports.
     ensure!(warm * 2 < cold * patience(), "{warm:?} with all of it imported, {cold:?} for one import");
 
-    // Plain `python` needs nothing of the disk either: what it imports is in the memory that was baked.
+    // Plain `python` reads nothing from the disk either: what it imports is in the baked memory.
     let fresh = create(client, name).await?;
     let imports = "import numpy, pandas, matplotlib.pyplot, sklearn.linear_model, requests";
     let read = async |first: &str| -> Result<u64> {
@@ -104,7 +104,7 @@ pub async fn a_code_interpreter_has_its_imports_done(world: Arc<World>) -> Resul
     ensure!(cold > 20 << 20 && warm * 20 < cold, "{warm} bytes are read, {cold} with nothing in memory");
     fresh.kill().await?;
 
-    // What surrounds a run: its user, streams, directory, signals, and an end of its own.
+    // The environment of a run: user, streams, directory, signals, exit.
     ensure!(
         one.sh("su nobody -s /bin/sh -c 'warm-python -c \"import os; print(os.getuid())\"'").await?
             == "65534",
@@ -122,7 +122,7 @@ pub async fn a_code_interpreter_has_its_imports_done(world: Arc<World>) -> Resul
     ensure!(one.exec("pgrep -f '777[7]'").await?.exit_code != 0, "a run outlived its caller");
     one.sh("pip --version && cd /tmp && su nobody -s /bin/sh -c 'pip --version && test -w /opt/venv/lib/python3*/site-packages'").await?;
 
-    // Copies of one waiting process are not one random state.
+    // Copies of one waiting process have different random state.
     let two = create(client, name).await?;
     let draw = "warm-python -c 'import random, numpy; print(random.random(), numpy.random.rand())'";
     let drawn = [one.sh(draw).await?, one.sh(draw).await?, two.sh(draw).await?];
@@ -145,7 +145,7 @@ pub async fn a_template_of_ones_own_is_a_file(world: Arc<World>) -> Result<()> {
         own.sh("hello; echo $GREETING; cat /run/warm").await? == "hello\nto you\nwarm",
         "not as its file says"
     );
-    // The shell of a login, and another user's, have the environment too.
+    // A login shell and another user have the environment too.
     ensure!(own.sh("su - nobody -s /bin/sh -c 'echo $GREETING'").await? == "to you", "not for a login");
     let before = client.template(&"own".parse()?).await?.version;
     build(client, &BuildTemplate { name: "own".into(), ..BuildTemplate::default() }).await?;
@@ -159,7 +159,7 @@ pub async fn a_template_of_ones_own_is_a_file(world: Arc<World>) -> Result<()> {
 
 /// The programs of `examples/`, as users run them.
 pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
-    // Elsewhere too it is built at its first use, but a slow host is longer at it than a request waits.
+    // It would be built on first use, but a slow host takes longer than a request waits.
     let name = "code-interpreter".to_owned();
     build(&world.node.client, &BuildTemplate { name, ..BuildTemplate::default() }).await?;
     for name in ["tree_search", "warm_tests", "code_interpreter"] {
@@ -168,7 +168,7 @@ pub async fn the_examples_run(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// The one with a template of its own, which is built first.
+/// The example with its own template, which is built first.
 pub async fn the_prefork_example_runs(world: Arc<World>) -> Result<()> {
     example(&world, "prefork", "examples/prefork/prefork.py").await
 }

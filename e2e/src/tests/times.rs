@@ -1,4 +1,4 @@
-//! Copies at bad times: in the middle of work, and long after.
+//! Copies at bad moments: in the middle of work, and long after.
 
 use crate::{World, sandbox::Sandbox};
 use anyhow::{Context, Result, ensure};
@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Asks the name server and rewrites files without a pause, each full of the number of its turn. How many answers came and
-/// which turns are durable is in a file on tmpfs, which is never half written.
+/// Queries the name server and rewrites files without a pause, each filled with its turn number. A
+/// file on tmpfs, which is replaced atomically, holds the number of answers and the durable turns.
 const WORK: &str = r#"
 import json, os, socket, threading, time
 answers, durable = 0, {}
@@ -40,7 +40,8 @@ while True:
     time.sleep(0.02)
 "#;
 
-/// Compares what the work said last with what is on the disk. Each of its two threads may be in the middle of a file.
+/// Compares what the work reported last with the disk. Each of its two threads may be in the middle
+/// of a file.
 const CHECK: &str = r#"
 import json
 answers, durable = json.load(open("/dev/shm/work"))
@@ -82,7 +83,7 @@ pub async fn a_copy_of_a_busy_one_is_whole(world: Arc<World>) -> Result<()> {
             2 => Sandbox::restore(&parent.client, &parent.snapshot().await?).await?,
             _ => parent.fork_one().await?,
         };
-        // Both go on, on disk and network.
+        // Both continue, on disk and network.
         answered(&copy, before).await?;
         answered(&parent, before).await?;
         // From the disk, not from the cache.
@@ -100,7 +101,7 @@ pub async fn a_copy_of_a_busy_one_is_whole(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// Counts on, and tells if the monotonic clock ever went back, and how far it leapt at most.
+/// Keeps counting, and reports whether the monotonic clock went back and how far it leapt at most.
 const WATCH: &str = r#"
 import os, time
 last, leap = time.monotonic(), 0.0
@@ -114,7 +115,8 @@ while True:
 "#;
 const WEEK: Duration = Duration::from_secs(7 * 86_400);
 
-/// The clock of this machine, set forward; set back when dropped. Only where the machine is nobody's.
+/// The clock of this machine, set forward; set back on drop. Only on a machine that nothing else
+/// uses.
 struct Forward(Instant, SystemTime);
 
 impl Forward {
@@ -145,7 +147,7 @@ fn now() -> Result<f64> {
     Ok(SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_secs_f64())
 }
 
-/// A frozen machine, one written down, and one that runs are all found by the same jump of the host's clock.
+/// A frozen machine, a stored one and a running one all survive the same jump of the host's clock.
 pub async fn a_week_later_the_clock_is_right(world: Arc<World>) -> Result<()> {
     let client = &world.node.client;
     let parent = Sandbox::create(client).await?;
@@ -153,7 +155,7 @@ pub async fn a_week_later_the_clock_is_right(world: Arc<World>) -> Result<()> {
     parent.background("python3 /root/watch.py 2>/dev/shm/failed").await?;
     parent.sh("for i in $(seq 100); do [ -s /dev/shm/clock ] && exit 0; sleep 0.1; done; exit 1").await?;
     let snapshot = parent.snapshot().await?;
-    // Loaded once: from here on its zygote stays, and waits for a week.
+    // Loaded once: from here on its zygote stays resident for a week.
     Sandbox::restore(client, &snapshot).await?.kill().await?;
     let before: f64 = parent.sh("cut -d' ' -f1 /dev/shm/clock").await?.parse()?;
     let forward = Forward::by(WEEK)?;

@@ -41,7 +41,7 @@ pub async fn a_tree_moves_whole_from_one_to_another(world: Arc<World>) -> Result
     let list = LIST.replace('%', "\u{0}").replacen('\u{0}', "/root/t", 1).replace('\u{0}', "%");
     let (theirs, ours) = (from.sh(&list).await?, to.sh(&list).await?);
     ensure!(theirs == ours, "it changed:\n{theirs}\n{ours}");
-    // Cut off: nothing of it is there.
+    // A truncated archive leaves nothing.
     let half = tar.len() / 1024 * 512;
     let cut = stream::iter([Ok(Bytes::copy_from_slice(&tar[..half])), Err(std::io::Error::other("cut"))]);
     to.sh("mkdir /root/cut").await?;
@@ -98,7 +98,7 @@ tar('dev', ('ok', R, ''), ('null', C, ''))
         let left = sandbox.sh("ls -A /root/into; ls /tmp/out /root/out 2>/dev/null || true").await?;
         ensure!(left.is_empty(), "{name} left {left:?}");
     }
-    // More than fits is refused before it fills the disk.
+    // An archive that does not fit is rejected before it fills the disk.
     let mut header = vec![0u8; 512];
     header[..4].copy_from_slice(b"bomb");
     header[100..107].copy_from_slice(b"0000644");
@@ -118,7 +118,7 @@ tar('dev', ('ok', R, ''), ('null', C, ''))
     Ok(())
 }
 
-/// As people do it, both ways, with what the local side has to look like afterwards.
+/// Copies both ways as a person would, with the expected local result.
 pub async fn cp_copies_trees_both_ways(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let id = sandbox.id;
@@ -208,7 +208,7 @@ pub async fn changes_are_told(world: Arc<World>) -> Result<()> {
     Ok(())
 }
 
-/// Files that wait for more end where they are.
+/// Files that are waiting for more data are closed where they are.
 pub async fn files_that_wait_are_read_to_where_they_are(world: Arc<World>) -> Result<()> {
     let sandbox = Sandbox::create(&world.node.client).await?;
     let read = async {
