@@ -86,8 +86,8 @@ settings! {
     #[arg(long, value_name = "FILE")]
     vmm_binary: PathBuf,
     /// Widest scope in which sandboxes share memory until they write to it [default: node]
-    #[arg(long, value_parser = one_of::<Scope, 3>(SCOPES))]
-    sharing_scope: Scope,
+    #[arg(long, value_parser = one_of::<Sharing, 3>(SCOPES))]
+    sharing_scope: Sharing,
     /// Directory for kernels and root disks built from packages [default: in the data directory]
     #[arg(long, value_name = "DIR")]
     cache_dir: PathBuf,
@@ -151,18 +151,6 @@ where
     })
 }
 
-/// Widest scope of shared memory, as typed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Scope {
-    /// Sandboxes of one template on the whole node, of one snapshot within its workspace.
-    Node,
-    /// Only within a workspace.
-    Workspace,
-    /// Each sandbox has its own copy.
-    None,
-}
-
 /// How the log is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -200,11 +188,6 @@ impl NodeArgs {
         let [typed, file] = [(self.settings, "--seats-ahead"), (file, "seats_ahead")]
             .map(|(layer, old)| layer.renamed(old, &mut warnings));
         let set = typed.or(file).or(parse(DEFAULTS, "the built-in defaults")?);
-        let sharing = match need("sharing_scope", set.sharing_scope)? {
-            Scope::Node => Sharing::Node,
-            Scope::Workspace => Sharing::Workspace,
-            Scope::None => Sharing::None,
-        };
         let node = keiki_node::Config {
             data_dir: need("data_dir", set.data_dir)?,
             run_dir: need("run_dir", set.run_dir)?,
@@ -212,7 +195,7 @@ impl NodeArgs {
             api_keys: set.api_key_file.as_deref().map(read_keys).transpose()?.unwrap_or_default(),
             engine: set.engine,
             vmm_binary: set.vmm_binary.or_else(|| find(exe, VMM).ok()),
-            sharing,
+            sharing: need("sharing_scope", set.sharing_scope)?,
             slot_range: need("slot_range", set.slot_range)?,
             guest_binary: set.guest_binary.map_or_else(|| find_guest(exe), Ok)?,
             cache_dir: set.cache_dir,

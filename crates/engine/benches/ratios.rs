@@ -13,7 +13,8 @@ mod guest;
 
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, Lab, lab};
-use keiki_engine::{BootSpec, Machine, Steps};
+use keiki_engine::{BootSpec, Machine};
+use keiki_sys::stopwatch::Steps;
 use keiki_types::Shape;
 use serde_json::{Value, json};
 use std::{

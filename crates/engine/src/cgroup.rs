@@ -3,7 +3,7 @@
 //! Best effort: a host without them runs monitors without these limits, and [`note`] says so to `doctor`.
 //! A group is named after the machine's directory, so that whoever clears the machine up finds it.
 
-use crate::VmPaths;
+use crate::{VmPaths, overhead::QEMU_LIMIT};
 use keiki_types::Shape;
 use std::{
     fs, io,
@@ -14,8 +14,6 @@ const ROOT: &str = "/sys/fs/cgroup";
 /// All of ours.
 const OURS: &str = "keiki";
 const CONTROLLERS: [&str; 2] = ["memory", "pids"];
-/// Beside the guest's RAM: translator's cache, device buffers, layers' tables, the program.
-const OVERHEAD: u64 = 512 << 20;
 /// Priority of what is done in the background, in steps that `nice` counts. The monitor's own is the same.
 const BACKGROUND: i32 = 10;
 /// Threads of a monitor.
@@ -37,7 +35,7 @@ fn try_confine(root: &Path, paths: &VmPaths, shape: Shape, pid: u32) -> io::Resu
     for above in [root, &root.join(OURS)] {
         enable(above, &CONTROLLERS)?;
     }
-    let memory = (u64::from(shape.memory_mib) << 20).saturating_add(OVERHEAD);
+    let memory = (u64::from(shape.memory_mib) << 20).saturating_add(QEMU_LIMIT);
     fs::write(group.join("memory.max"), memory.to_string())?;
     fs::write(group.join("pids.max"), TASKS.to_string())?;
     fs::write(group.join("cgroup.procs"), pid.to_string())

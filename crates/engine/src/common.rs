@@ -1,9 +1,10 @@
-//! What every engine is told.
+//! Settings and facts of the host that every engine needs.
 
-use crate::FIRST_USER;
+use crate::{FIRST_USER, process::blocking};
 use std::path::PathBuf;
+use tokio::sync::OnceCell;
 
-/// What every engine is told.
+/// Settings of every engine.
 #[derive(Debug, Clone)]
 pub struct Common {
     /// `qemu-img`, which makes empty disk layers.
@@ -22,4 +23,11 @@ impl Common {
         let first_user = rustix::process::geteuid().is_root().then_some(FIRST_USER);
         Self { qemu_img: "qemu-img".into(), store, first_user }
     }
+}
+
+/// Rate of the host's time stamp counter, where known. Measured once.
+pub(crate) async fn tsc_khz() -> Option<u64> {
+    static RATE: OnceCell<Option<u64>> = OnceCell::const_new();
+    let measure = || async { blocking(|| Ok(keiki_sys::tsc::tsc_khz())).await.unwrap_or_default() };
+    *RATE.get_or_init(measure).await
 }

@@ -1,12 +1,23 @@
 //! The files of a frozen machine: made, flushed, cleared; and the store that they lie on.
 
-use crate::{Common, EngineError, Image, Result, layers::layer_path, process::remove_file, users::show};
-use keiki_snapshot::{LAYERS_DIR, MEMORY_FILE, Manifest, STATE_FILE, SnapshotError, write_manifest};
+use crate::{
+    Common, EngineError, Image, Result,
+    fsutil::{link, reflink, remove_dir, remove_file},
+    layers::{check_layers, layer_path},
+    users::chmod_readable,
+};
+use keiki_snapshot::{
+    DiskLayer, KIND, LAYERS_DIR, MEMORY_FILE, Made, Manifest, Memory, STATE_FILE, SnapshotError, State,
+    VERSION, write_manifest,
+};
 use keiki_types::Shape;
 use std::{
     fs::{self, File},
     path::Path,
 };
+
+/// The memory image of a frozen machine that is not stored yet.
+pub(crate) const BASE_FILE: &str = "base.mem";
 
 /// Makes the memory file that a machine starts with: nothing but a hole.
 pub(crate) fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
@@ -14,34 +25,60 @@ pub(crate) fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
     let file =
         File::options().write(true).create_new(true).open(&path).map_err(EngineError::at("make", &path))?;
     file.set_len(u64::from(shape.memory_mib) << 20).map_err(EngineError::at("size", &path))?;
-    show(&path)
+    chmod_readable(&path)
 }
 
 /// Gives a machine the memory image it will run on: another name of it, or a copy that shares blocks on disk and no
-/// page in memory, so that what is read of it tells nothing of what others read.
+/// page in memory, so that reading it shows nothing of what others read.
 pub(crate) fn take_memory(image: &Image, to: &Path) -> Result<()> {
     let from = image.dir.join(MEMORY_FILE);
     if !image.alone {
-        return fs::hard_link(&from, to).map_err(EngineError::at("link", to));
+        return link(&from, to);
     }
-    let source = File::open(&from).map_err(EngineError::at("open", &from))?;
-    let copy = File::options().write(true).create_new(true).open(to).map_err(EngineError::at("make", to))?;
-    keiki_sys::files::reflink(&source, &copy).map_err(EngineError::at("fill", to))?;
-    show(to)
+    reflink(&from, to)?;
+    chmod_readable(to)
 }
 
 /// Removes what a freeze puts into an image's directory.
 pub(crate) fn clear_image(dir: &Path) -> Result<()> {
-    for name in [MEMORY_FILE, STATE_FILE] {
+    for name in [BASE_FILE, MEMORY_FILE, STATE_FILE] {
         remove_file(&dir.join(name))?;
     }
-    let layers = dir.join(LAYERS_DIR);
-    match fs::remove_dir_all(&layers) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(EngineError::at("remove", &layers)(error))
-        }
-        _ => Ok(()),
+    remove_dir(&dir.join(LAYERS_DIR))
+}
+
+/// The manifest of a machine that is frozen now.
+pub(crate) fn manifest(made_by: Made, shape: Shape, state: State, layers: Vec<DiskLayer>) -> Manifest {
+    let now = time::OffsetDateTime::now_utc();
+    Manifest {
+        kind: KIND.into(),
+        version: VERSION,
+        created_at: now.format(&time::format_description::well_known::Rfc3339).unwrap_or_default(),
+        made_by,
+        shape,
+        memory: Memory { bytes: u64::from(shape.memory_mib) << 20 },
+        state,
+        layers,
     }
+}
+
+/// Opens a snapshot directory, and checks that it is whole and was made by what runs `here`.
+pub(crate) fn open_snapshot(dir: &Path, here: impl FnOnce(Shape) -> Made) -> Result<Manifest> {
+    let refused = |why| EngineError::Refused { dir: dir.to_owned(), why };
+    let manifest = keiki_snapshot::open(dir).map_err(|error| refusal(dir, error))?;
+    check_layers(dir, &manifest.layers, manifest.shape.disk_mib).map_err(refused)?;
+    let (made, here) = (&manifest.made_by, here(manifest.shape));
+    if made.engine != here.engine {
+        return Err(refused(format!("it was made by engine {}, this is {}", made.engine, here.engine)));
+    }
+    if made.version != here.version {
+        let engine = here.engine;
+        return Err(refused(format!("it was made by {engine} {}, this is {}", made.version, here.version)));
+    }
+    if made.machine != here.machine {
+        return Err(refused("its machine has other devices than this program's".into()));
+    }
+    Ok(manifest)
 }
 
 /// Flushes everything, then says so in the manifest.
@@ -64,29 +101,12 @@ pub(crate) fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// The time as a manifest has it.
-pub(crate) fn now() -> String {
-    let now = time::OffsetDateTime::now_utc();
-    now.format(&time::format_description::well_known::Rfc3339).unwrap_or_default()
-}
-
 /// What `snapshot` says of a directory, as an engine says it.
-pub(crate) fn refusal(dir: &Path, error: SnapshotError) -> EngineError {
+fn refusal(dir: &Path, error: SnapshotError) -> EngineError {
     match error {
         SnapshotError::Io { path, source } => EngineError::at("use", &path)(source),
         other => EngineError::Refused { dir: dir.to_owned(), why: other.to_string() },
     }
-}
-
-/// An error and its causes in one line.
-pub(crate) fn sentence(error: &EngineError) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// Can the store share blocks?

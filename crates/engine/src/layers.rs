@@ -6,9 +6,9 @@
 
 use crate::{
     Common, EngineError, Result,
-    process::remove_file,
+    fsutil::{link, reflink, remove_file},
     record::Layer,
-    users::{give, show},
+    users::{chmod_readable, chown_to},
 };
 use keiki_snapshot::{
     DiskLayer, Format, LAYERS_DIR,
@@ -53,7 +53,7 @@ pub(crate) fn take_disk(disk: &Path, layer: &Path) -> Result<()> {
 pub(crate) fn make_top(common: &Common, disk_mib: u32, path: &Path, user: Option<u32>) -> Result<()> {
     let empty = empty_layer(common, disk_mib)?;
     fs::copy(&empty, path).map_err(EngineError::at("make", path))?;
-    give(path, user)
+    chown_to(path, user)
 }
 
 /// An empty layer for disks of this size, made once a store.
@@ -132,20 +132,18 @@ pub(crate) fn link_layers(
     Ok(listed)
 }
 
-/// Gives the layer at `old` the name `new` among base files. What a monitor can write still (nobody else may read it)
-/// is copied, its blocks are shared, and the copy takes the old one's place too: the monitor may keep its descriptor,
-/// nobody will read what it writes there.
+/// Gives the layer at `old` the name `new` among base files. A layer that its monitor can still write (no other user
+/// may read it) is copied, its blocks are shared, and the copy takes the old one's place too: what the monitor writes
+/// through the descriptor it keeps is never read.
 fn adopt_layer(old: &Path, new: &Path) -> Result<()> {
     let meta = fs::metadata(old).map_err(EngineError::at("look at", old))?;
     if meta.mode() & 0o004 != 0 {
-        return fs::hard_link(old, new).map_err(EngineError::at("link", new));
+        return link(old, new);
     }
-    let from = File::open(old).map_err(EngineError::at("open", old))?;
-    let to = File::options().write(true).create_new(true).open(new).map_err(EngineError::at("make", new))?;
-    keiki_sys::files::reflink(&from, &to).map_err(EngineError::at("fill", new))?;
-    show(new)?;
+    reflink(old, new)?;
+    chmod_readable(new)?;
     let beside = old.with_extension("new");
     remove_file(&beside)?;
-    fs::hard_link(new, &beside).map_err(EngineError::at("link", &beside))?;
+    link(new, &beside)?;
     fs::rename(&beside, old).map_err(EngineError::at("replace", old))
 }

@@ -1,4 +1,4 @@
-//! The machine room: what runs a microVM on a node, behind one trait.
+//! What runs microVMs on a node, behind one trait.
 //!
 //! Two operations carry everything. **Freeze** takes RAM, device state and disk of a running machine at one
 //! instant, and the machine goes on. **Thaw** makes a new, independent machine that continues from there,
@@ -26,25 +26,28 @@ mod common;
 mod console;
 mod error;
 mod files;
+mod fsutil;
 pub mod kvm;
 mod layers;
+mod machine;
+mod overhead;
 mod prepared;
 mod process;
 pub mod qemu;
 mod record;
-mod steps;
 mod users;
 
 pub use common::Common;
 pub use error::{EngineError, Result};
+pub use overhead::MONITOR_MIB;
 pub use prepared::PreparedVm;
 pub use users::{FIRST_USER, USERS};
 
 use async_trait::async_trait;
-use keiki_types::{EngineKind, Shape, api::MemoryUse};
+use keiki_sys::stopwatch::Steps;
+use keiki_types::{EngineKind, Shape, Sharing, api::MemoryUse};
 use serde::{Deserialize, Serialize};
 use std::{
-    borrow::Cow,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -77,10 +80,6 @@ pub struct VmPaths {
     pub netns: Option<PathBuf>,
 }
 
-/// How the steps of a freeze or thaw went.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Steps(pub Vec<(Cow<'static, str>, Duration)>);
-
 /// What a freeze cost the machine that went on.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FreezeReport {
@@ -93,7 +92,6 @@ pub struct FreezeReport {
 /// What an engine can do here, and why not if it cannot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
-    /// Which.
     pub kind: EngineKind,
     /// It can run Linux guests here.
     pub usable: bool,
@@ -106,7 +104,6 @@ pub struct Capabilities {
 /// Something that runs machines.
 #[async_trait]
 pub trait Engine: Send + Sync {
-    /// Which.
     fn kind(&self) -> EngineKind;
 
     /// What it can do here.
@@ -122,11 +119,11 @@ pub trait Engine: Send + Sync {
     /// Prepares a VM for a thaw of what `image` holds or will hold.
     async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm>;
 
-    /// Opens a snapshot directory. Everything in it is checked before it is believed. Machines thawed from it share
-    /// memory, as long as they do not write it, with those of the same files and scope.
-    async fn load(&self, dir: &Path, scope: SharingScope) -> Result<Arc<dyn Frozen>>;
+    /// Opens a snapshot directory and checks everything in it. Machines thawed from it share memory until they write it,
+    /// with machines of the same files and scope.
+    async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>>;
 
-    /// Nobody loads this directory any more: lets go what is kept for that. What was loaded can still be thawed.
+    /// This directory is not loaded any more: lets go what is kept for that. What was loaded can still be thawed.
     async fn forget(&self, _dir: &Path) {}
 
     /// Finds a machine again that an earlier process of the node started with these paths. None if it has ended:
@@ -140,17 +137,6 @@ pub trait Engine: Send + Sync {
     async fn close(&self);
 }
 
-/// Among whom the memory of a stored machine may be shared until it is written.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum SharingScope {
-    /// Everybody on the node: what is in it is public.
-    Node,
-    /// Those of this name.
-    Workspace(String),
-    /// Nobody: each machine has its own copy.
-    None,
-}
-
 /// A named place for the memory of a frozen machine, and the shape its machines have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
@@ -158,7 +144,7 @@ pub struct Image {
     pub dir: PathBuf,
     /// vCPUs, RAM, disk size.
     pub shape: Shape,
-    /// Each machine over it has a copy: [`SharingScope::None`].
+    /// Each machine over it has a copy: [`Sharing::None`].
     pub alone: bool,
 }
 

@@ -1,29 +1,25 @@
 //! A monitor process as every engine sees it: watched by descriptor, killed by descriptor.
 //!
 //! Monitors outlive the daemon, so nothing here ends one by being dropped. Standard error is a pipe that we
-//! drain into a small buffer: a monitor that complains without end fills no disk, and when the daemon is gone
-//! its complaints go nowhere.
+//! drain into a small buffer: a monitor that writes without end fills no disk, and once the daemon is gone
+//! what it writes goes nowhere.
 
 use crate::{EngineError, Result};
 use keiki_sys::process::Process;
-use std::{
-    os::fd::OwnedFd,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use parking_lot::Mutex;
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 use tokio::{
     io::{AsyncReadExt, Interest, unix::AsyncFd},
     sync::watch,
     task::{JoinError, JoinHandle},
-    time::timeout,
+    time::{sleep, timeout},
 };
 
 /// How long a killed monitor may take to be gone: it unmaps its RAM.
 const KILL: Duration = Duration::from_secs(10);
 /// What is kept of a monitor's standard error.
 const STDERR_KEPT: usize = 4096;
-/// Said by QEMU at every start or load, and harmless.
+/// QEMU writes these at every start or load.
 const HARMLESS: [&str; 2] = ["Expected vmdescription", "is not connected to host network"];
 
 /// A task that ends with its owner.
@@ -35,7 +31,7 @@ impl Drop for Task {
     }
 }
 
-/// A process whose end is noticed.
+/// A process and how it ended.
 pub(crate) struct Watched {
     pub(crate) process: Arc<Process>,
     stderr: Arc<Mutex<Vec<u8>>>,
@@ -45,8 +41,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Watches a process, and drains its standard error if we have it. `at_end` is called when it is gone, whether
-    /// anybody still holds this or not; never if we end first.
+    /// Watches a process, and drains its standard error if we have it. `at_end` is called once it is gone, also if
+    /// this was dropped before; never if we end first.
     pub(crate) fn new(
         process: Arc<Process>,
         pipe: Option<OwnedFd>,
@@ -61,18 +57,18 @@ impl Watched {
             }
             None => None,
         };
-        let (told, ended) = watch::channel(None);
+        let (set_ended, ended) = watch::channel(None);
         // The safe constructor: its worry, a descriptor that changes while watched, cannot come from `Process`.
         #[expect(deprecated)]
         let watched = AsyncFd::with_interest(Arc::clone(&process), Interest::READABLE).map_err(failed)?;
-        // Not aborted with us: whoever dies while nobody looks must still be reaped.
-        tokio::spawn(reap(watched, told, at_end));
+        // Not aborted with us: the process must be reaped also after this was dropped.
+        tokio::spawn(reap(watched, set_ended, at_end));
         Ok(Self { process, stderr, ended, _drain: drain })
     }
 
-    /// The last line of what it wrote to standard error.
-    pub(crate) fn complaint(&self) -> Option<String> {
-        let bytes = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+    /// The last line that it wrote to standard error.
+    pub(crate) fn stderr_line(&self) -> Option<String> {
+        let bytes = self.stderr.lock();
         let text = String::from_utf8_lossy(&bytes);
         let mut lines = text.lines().filter(|line| !line.trim().is_empty());
         lines
@@ -83,8 +79,8 @@ impl Watched {
     /// How it ended, if it has.
     pub(crate) fn has_ended(&self) -> Option<String> {
         let how = self.ended.borrow().clone()?;
-        Some(match self.complaint() {
-            Some(complaint) => format!("{how}: {complaint}"),
+        Some(match self.stderr_line() {
+            Some(line) => format!("{how}: {line}"),
             None => how,
         })
     }
@@ -98,17 +94,15 @@ impl Watched {
 
     /// Kills it and waits until it is gone.
     pub(crate) async fn kill(&self) -> Result<()> {
-        self.process
-            .kill()
-            .map_err(|source| EngineError::Io { what: "cannot kill the monitor".into(), source })?;
-        timeout(KILL, self.wait()).await.map_err(|_| EngineError::Monitor("does not die".into()))
+        self.process.kill().map_err(cannot_kill)?;
+        timeout(KILL, self.wait()).await.map_err(|_| does_not_die())
     }
 }
 
 async fn drain(mut pipe: tokio::net::unix::pipe::Receiver, kept: Arc<Mutex<Vec<u8>>>) {
     let mut buffer = [0; 1024];
     while let Ok(count @ 1..) = pipe.read(&mut buffer).await {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = kept.lock();
         kept.extend(buffer.iter().take(count));
         let excess = kept.len().saturating_sub(STDERR_KEPT);
         kept.drain(..excess);
@@ -117,14 +111,14 @@ async fn drain(mut pipe: tokio::net::unix::pipe::Receiver, kept: Arc<Mutex<Vec<u
 
 async fn reap(
     watched: AsyncFd<Arc<Process>>,
-    told: watch::Sender<Option<String>>,
+    set_ended: watch::Sender<Option<String>>,
     at_end: impl FnOnce() + Send,
 ) {
     loop {
         let ready = watched.readable().await;
         if let Some(how) = watched.get_ref().try_reap() {
             at_end();
-            told.send_replace(Some(how));
+            set_ended.send_replace(Some(how));
             return;
         }
         match ready {
@@ -152,20 +146,23 @@ fn task_failed(error: JoinError) -> EngineError {
     EngineError::Monitor(format!("task failed: {error}"))
 }
 
-/// CPU time that a monitor has used.
-pub(crate) fn cpu_time(process: &Process) -> Result<Option<Duration>> {
-    let failed = EngineError::at("read the CPU time of", Path::new("its monitor"));
-    keiki_sys::process::cpu_time(process.pid()).map_err(failed)
+/// Kills a process that nobody watches, and waits until it is gone.
+pub(crate) async fn end(process: &Process) -> Result<()> {
+    process.kill().map_err(cannot_kill)?;
+    let gone = async {
+        while process.try_reap().is_none() {
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    timeout(KILL, gone).await.map_err(|_| does_not_die())
 }
 
-/// Removes a file. Gone already: no error.
-pub(crate) fn remove_file(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(EngineError::at("remove", path)(error))
-        }
-        _ => Ok(()),
-    }
+fn cannot_kill(source: io::Error) -> EngineError {
+    EngineError::Io { what: "cannot kill the monitor".into(), source }
+}
+
+fn does_not_die() -> EngineError {
+    EngineError::Monitor("does not die".into())
 }
 
 #[cfg(test)]
@@ -175,18 +172,18 @@ mod tests {
     use std::{process::Command, sync::Arc};
 
     #[tokio::test]
-    async fn an_end_is_told_though_nobody_holds_the_process() -> Result<(), Box<dyn std::error::Error>> {
+    async fn the_end_is_noticed_after_a_drop() -> Result<(), Box<dyn std::error::Error>> {
         let (process, _) = Process::spawn(Command::new("sleep").arg("7777"), Setup::default())?;
-        let (process, (told, ended)) = (Arc::new(process), tokio::sync::oneshot::channel());
+        let (process, (tell, ended)) = (Arc::new(process), tokio::sync::oneshot::channel());
         let of = Arc::clone(&process);
         let watched = Watched::new(Arc::clone(&process), None, move || {
-            let _ = told.send(of.is_alive());
+            let _ = tell.send(of.is_alive());
         })?;
         drop(watched);
         tokio::task::yield_now().await;
         assert!(process.is_alive());
         process.kill()?;
-        assert!(!ended.await?, "it was told before the end");
+        assert!(!ended.await?, "noticed before the end");
         Ok(())
     }
 }

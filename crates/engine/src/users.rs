@@ -1,16 +1,17 @@
-//! Who owns what: users that monitors run as, and files that are theirs or nobody's.
+//! Users that monitors run as, and the owners of files.
 //!
 //! Users are numbers of a range that nothing else should use, drawn at random so that two nodes of one host
 //! seldom meet. Base files are root's: a monitor can read them through names or descriptors it is given, and
 //! write none.
 
-use crate::{Common, EngineError, Result, VmPaths, layers::make_layers_dir};
+use crate::{EngineError, Result};
+use parking_lot::Mutex;
 use std::{
     collections::BTreeSet,
     fs::{self, Permissions},
     os::unix::fs::{MetadataExt, PermissionsExt, chown},
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 /// Default of the first user number of monitors.
@@ -31,17 +32,20 @@ pub(crate) struct User {
 
 impl Users {
     /// A number that no machine of this engine has.
-    pub(crate) fn draw(&self, first: u32) -> Option<User> {
-        let mut used = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn draw(&self, first: u32) -> Result<User> {
+        let mut used = self.0.lock();
         let start = uuid::Uuid::now_v7().as_u128() as u32 % USERS;
-        let id = (0..USERS).map(|step| first + (start + step) % USERS).find(|id| !used.contains(id))?;
+        let id = (0..USERS)
+            .map(|step| first + (start + step) % USERS)
+            .find(|id| !used.contains(id))
+            .ok_or_else(|| EngineError::Monitor("has no user number left to run as".into()))?;
         used.insert(id);
-        Some(User { id, of: self.clone() })
+        Ok(User { id, of: self.clone() })
     }
 
     /// The number of a machine that was found again.
     pub(crate) fn claim(&self, id: u32) -> User {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+        self.0.lock().insert(id);
         User { id, of: self.clone() }
     }
 }
@@ -54,44 +58,32 @@ impl User {
 
 impl Drop for User {
     fn drop(&mut self) {
-        self.of.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+        self.of.0.lock().remove(&self.id);
     }
 }
 
-/// A user for a new monitor, if this engine jails. Its directories are closed to everybody else.
-pub(crate) fn settle(common: &Common, users: &Users, paths: &VmPaths) -> Result<Option<User>> {
-    let Some(first) = common.first_user else { return Ok(None) };
-    let none = || EngineError::Monitor("has no user number left to run as".into());
-    let user = users.draw(first).ok_or_else(none)?;
-    close(&paths.run_dir, 0o700, None)?;
-    make_layers_dir(&paths.dir)?;
-    for dir in [paths.dir.clone(), paths.dir.join(keiki_snapshot::LAYERS_DIR)] {
-        close(&dir, 0o710, Some(user.id))?;
-    }
-    Ok(Some(user))
-}
-
-fn close(dir: &Path, mode: u32, group: Option<u32>) -> Result<()> {
+/// Sets mode and group of a directory of root's.
+pub(crate) fn close(dir: &Path, mode: u32, group: Option<u32>) -> Result<()> {
     fs::set_permissions(dir, Permissions::from_mode(mode))
         .and_then(|()| chown(dir, Some(0), Some(group.unwrap_or(0))))
         .map_err(EngineError::at("close", dir))
 }
 
-/// Closes a directory of base files to all but root: monitors get names of their own for what they need.
-pub(crate) fn hide(dir: &Path) -> Result<()> {
+/// Closes a directory of base files to all but root: a monitor gets its own names for what it needs.
+pub(crate) fn chmod_private(dir: &Path) -> Result<()> {
     close(dir, 0o700, None)
 }
 
-/// Makes a file the monitor's own.
-pub(crate) fn give(path: &Path, user: Option<u32>) -> Result<()> {
+/// Gives a file to a monitor.
+pub(crate) fn chown_to(path: &Path, user: Option<u32>) -> Result<()> {
     let Some(id) = user else { return Ok(()) };
     fs::set_permissions(path, Permissions::from_mode(0o600))
         .and_then(|()| chown(path, Some(id), Some(id)))
         .map_err(EngineError::at("hand over", path))
 }
 
-/// Lets monitors read a base file. Who may come near it, its directory says.
-pub(crate) fn show(path: &Path) -> Result<()> {
+/// Lets monitors read a base file, as far as its directory lets them reach it.
+pub(crate) fn chmod_readable(path: &Path) -> Result<()> {
     let mode = fs::metadata(path).map_err(EngineError::at("look at", path))?.mode();
     if mode & 0o004 != 0 {
         return Ok(());
@@ -107,11 +99,11 @@ mod tests {
     fn no_two_machines_get_one_user() {
         let users = Users::default();
         let claimed = users.claim(FIRST_USER);
-        let drawn: Vec<_> = (1..USERS).filter_map(|_| users.draw(FIRST_USER)).collect();
+        let drawn: Vec<_> = (1..USERS).filter_map(|_| users.draw(FIRST_USER).ok()).collect();
         assert_eq!(drawn.len(), USERS as usize - 1);
         assert!(drawn.iter().all(|user| user.id() != claimed.id() && (user.id() - FIRST_USER) < USERS));
-        assert!(users.draw(FIRST_USER).is_none());
+        assert!(users.draw(FIRST_USER).is_err());
         drop(drawn);
-        assert!(users.draw(FIRST_USER).is_some());
+        assert!(users.draw(FIRST_USER).is_ok());
     }
 }

@@ -4,7 +4,7 @@ mod guest;
 
 use anyhow::Result;
 use guest::{Guest, SHAPE, lab};
-use keiki_engine::SharingScope;
+use keiki_types::Sharing;
 use std::time::{Duration, Instant};
 
 /// RAM that the guest hashes: a file in tmpfs.
@@ -204,7 +204,7 @@ async fn long_chains_become_short_and_stay_right() -> Result<()> {
     let (frozen, _) = lab.freeze(guest.machine.as_ref()).await?;
     frozen.persist().await?;
     guest.machine.stop().await?;
-    let frozen = lab.engine.load(&frozen.image().dir, SharingScope::Node).await?;
+    let frozen = lab.engine.load(&frozen.image().dir, Sharing::Node).await?;
     let mut last = lab.thaw(frozen.as_ref()).await?;
     last.sh("echo 3 > /proc/sys/vm/drop_caches").await?;
     assert_eq!(last.sh(check).await?, wanted.join("\n"));

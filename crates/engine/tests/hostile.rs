@@ -4,7 +4,8 @@ mod guest;
 
 use anyhow::{Context, Result, bail, ensure};
 use guest::{Lab, SHAPE, qemu_lab};
-use keiki_engine::{Machine, SharingScope};
+use keiki_engine::Machine;
+use keiki_types::Sharing;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -112,7 +113,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
     for (what, forgery) in
         [("nothing", &[][..]), ("noise", &noise), ("a beginning", cut), ("noise behind its head", &headed)]
     {
-        let frozen = lab.engine.load(&forged(&lab, &good, forgery)?, SharingScope::Node).await?;
+        let frozen = lab.engine.load(&forged(&lab, &good, forgery)?, Sharing::Node).await?;
         let paths = lab.paths()?;
         let prepared = lab.engine.prepare(frozen.image(), paths.clone()).await?;
         match timeout(HANG, frozen.thaw(prepared)).await.with_context(|| format!("{what}: hangs"))? {
@@ -133,7 +134,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
     for at in (0..state.len()).step_by(state.len() / 12 + 1) {
         let mut bent = state.clone();
         *bent.get_mut(at).context("too short")? ^= 0xff;
-        let frozen = lab.engine.load(&forged(&lab, &good, &bent)?, SharingScope::Node).await?;
+        let frozen = lab.engine.load(&forged(&lab, &good, &bent)?, Sharing::Node).await?;
         let prepared = lab.engine.prepare(frozen.image(), lab.paths()?).await?;
         if let Ok((machine, _)) =
             timeout(HANG, frozen.thaw(prepared)).await.with_context(|| format!("byte {at}: hangs"))?
@@ -141,7 +142,7 @@ async fn forged_device_states_are_refused_by_the_monitor() -> Result<()> {
             machine.stop().await?;
         }
     }
-    let frozen = lab.engine.load(&good, SharingScope::Node).await?;
+    let frozen = lab.engine.load(&good, Sharing::Node).await?;
     let mut guest = lab.thaw(frozen.as_ref()).await?;
     assert_eq!(guest.sh("echo well").await?, "well");
     guest.machine.stop().await?;

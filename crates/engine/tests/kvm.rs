@@ -3,12 +3,12 @@
 
 use anyhow::{Context, Result, ensure};
 use keiki_engine::{
-    BootSpec, Common, Engine, EngineError, FIRST_USER, Frozen, Machine, SharingScope, USERS, VmPaths,
+    BootSpec, Common, Engine, EngineError, FIRST_USER, Frozen, Machine, USERS, VmPaths,
     kvm::{Kvm, KvmConfig},
 };
 use keiki_sys::process::Process;
 use keiki_testing::{is_root, skip};
-use keiki_types::Shape;
+use keiki_types::{Shape, Sharing};
 use std::{
     collections::BTreeSet,
     fs::{self, File},
@@ -308,13 +308,13 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     lab.all_gone().await?;
 
     let load = |scope| lab.engine.load(&dir, scope);
-    let workspace = SharingScope::Workspace("w".into());
-    let stored = load(SharingScope::Node).await?;
-    let again = load(SharingScope::Node).await?;
+    let workspace = Sharing::Workspace;
+    let stored = load(Sharing::Node).await?;
+    let again = load(Sharing::Node).await?;
     assert_eq!(lab.processes()?.len(), 1, "one zygote for one scope");
     let other = load(workspace).await?;
     assert_eq!(lab.processes()?.len(), 2, "another for another");
-    let alone = load(SharingScope::None).await?;
+    let alone = load(Sharing::None).await?;
     let mut users = BTreeSet::new();
     for (frozen, count) in [(&stored, 2), (&again, 1), (&other, 1), (&alone, 2)] {
         for _ in 0..count {
@@ -345,7 +345,7 @@ async fn a_stored_machine_is_loaded_and_its_zygote_stays() -> Result<()> {
     // A second generation of files, over the first.
     let second = lab.freeze(machine.as_ref()).await?;
     second.persist().await?;
-    let loaded = lab.engine.load(&second.image().dir, SharingScope::Node).await?;
+    let loaded = lab.engine.load(&second.image().dir, Sharing::Node).await?;
     let before = lab.processes()?.len();
     lab.engine.forget(&dir).await;
     let begun = Instant::now();
@@ -379,7 +379,7 @@ async fn a_thaw_outlives_the_zygote_of_stored_files() -> Result<()> {
     let instant = last(parent.as_ref()).await;
     parent.stop().await?;
     frozen.persist().await?;
-    for scope in [SharingScope::Node, SharingScope::Workspace("w".into())] {
+    for scope in [Sharing::Node, Sharing::Workspace] {
         let stored = lab.engine.load(&frozen.image().dir, scope).await?;
         let (thawed, _) = lab.thaw_without_zygote(&stored, &[]).await?;
         let machine = thawed?;
@@ -425,7 +425,7 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
     let (memory, pages) = (dir.join("vm.mem"), dir.join("vm.pages"));
     drop(frozen);
     // A first run is looked at once: before it ends, or when it has run for a moment.
-    let stored = lab.engine.load(&dir, SharingScope::Node).await?;
+    let stored = lab.engine.load(&dir, Sharing::Node).await?;
     let machine = lab.thaw(stored.as_ref()).await?;
     tokio::time::sleep(Duration::from_millis(150)).await;
     machine.stop().await?;
@@ -447,7 +447,7 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
     machine.stop().await?;
     drop(stored);
     // One that shares with nobody is not told what others touched.
-    let alone = lab.engine.load(&dir, SharingScope::None).await?;
+    let alone = lab.engine.load(&dir, Sharing::None).await?;
     let prepared = lab.engine.prepare(alone.image(), lab.paths()?).await?;
     let (machine, steps) = alone.thaw(prepared).await?;
     ensure!(!steps.0.iter().any(|(name, _)| name == "vmm_pages"), "{steps:?}");
@@ -467,7 +467,7 @@ async fn what_a_first_run_touches_is_read_ahead() -> Result<()> {
         }
         forget(&memory)?;
         let engine = lab.another()?;
-        let stored = engine.load(&dir, SharingScope::Node).await?;
+        let stored = engine.load(&dir, Sharing::Node).await?;
         let begun = Instant::now();
         while is_read && cached(&memory)? == 0 {
             ensure!(begun.elapsed() < PATIENCE, "nothing is read");
@@ -781,11 +781,11 @@ async fn what_fails_leaves_nothing() -> Result<()> {
     fs::write(dir.join("vm.state"), &state)?;
     manifest.state.blake3 = blake3::hash(&state).to_hex().to_string();
     keiki_snapshot::write_manifest(&dir, &manifest)?;
-    let loaded = lab.engine.load(&dir, SharingScope::Node).await.map(drop);
+    let loaded = lab.engine.load(&dir, Sharing::Node).await.map(drop);
     assert!(matches!(&loaded, Err(EngineError::Refused { dir: of, .. }) if *of == dir), "{loaded:?}");
     manifest.made_by.engine = keiki_types::EngineKind::Qemu;
     keiki_snapshot::write_manifest(&dir, &manifest)?;
-    let loaded = lab.engine.load(&dir, SharingScope::Node).await.map(drop).map_err(|error| error.to_string());
+    let loaded = lab.engine.load(&dir, Sharing::Node).await.map(drop).map_err(|error| error.to_string());
     assert!(loaded.is_err_and(|why| why.contains("made by engine qemu, this is kvm")));
     let count = last(machine.as_ref()).await;
     beyond(machine.as_ref(), count + 1).await?;

@@ -5,8 +5,9 @@ mod guest;
 
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, Lab, kvm_lab};
-use keiki_engine::{BootSpec, Frozen, SharingScope};
+use keiki_engine::{BootSpec, Frozen};
 use keiki_types::Shape;
+use keiki_types::Sharing;
 use std::time::{Duration, Instant};
 
 async fn boot(lab: &Lab, shape: Shape) -> Result<Guest> {
@@ -17,7 +18,7 @@ async fn boot(lab: &Lab, shape: Shape) -> Result<Guest> {
 /// A copy through files.
 async fn stored(lab: &Lab, frozen: &dyn Frozen) -> Result<Guest> {
     frozen.persist().await?;
-    let loaded = lab.engine.load(&frozen.image().dir, SharingScope::Node).await?;
+    let loaded = lab.engine.load(&frozen.image().dir, Sharing::Node).await?;
     lab.thaw(loaded.as_ref()).await
 }
 

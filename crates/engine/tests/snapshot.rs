@@ -4,7 +4,8 @@ mod guest;
 
 use anyhow::{Context, Result, ensure};
 use guest::{Guest, Lab, SHAPE, is_kvm, lab, qemu_lab};
-use keiki_engine::{Engine, EngineError, Machine, SharingScope};
+use keiki_engine::{Engine, EngineError, Machine};
+use keiki_types::Sharing;
 use std::{
     fs::{self, File},
     io::{Seek, SeekFrom, Write},
@@ -32,7 +33,7 @@ async fn a_snapshot_is_all_that_a_restore_needs() -> Result<()> {
     // Three chained cycles; each time only the last snapshot is left.
     let mut dir = first;
     for cycle in 0..3 {
-        let frozen = lab.engine.load(&dir, SharingScope::Node).await?;
+        let frozen = lab.engine.load(&dir, Sharing::Node).await?;
         let mut guest = lab.thaw(frozen.as_ref()).await?;
         let mut twin = lab.thaw(frozen.as_ref()).await?;
         for guest in [&mut guest, &mut twin] {
@@ -59,7 +60,7 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
     let guest = lab.boot().await?;
     let good = snapshot(&lab, guest.machine.as_ref()).await?;
     guest.machine.stop().await?;
-    lab.engine.load(&good, SharingScope::Node).await?;
+    lab.engine.load(&good, Sharing::Node).await?;
     let manifest = |v: &serde_json::Value| serde_json::to_vec(v);
     let edit = |dir: &Path, change: &dyn Fn(&mut serde_json::Value)| -> Result<()> {
         let path = dir.join("manifest.json");
@@ -73,8 +74,8 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
         Ok(dir.join("layers").join(name.context("no such layer")?))
     };
     let (other, made_by, version) = match is_kvm() {
-        true => ("qemu", "made by engine qemu", "of version 1.0"),
-        false => ("kvm", "made by engine kvm", "made by QEMU 1.0"),
+        true => ("qemu", "made by engine qemu", "made by kvm 1.0"),
+        false => ("kvm", "made by engine kvm", "made by qemu 1.0"),
     };
     type Damage<'a> = &'a dyn Fn(&Path) -> Result<()>;
     let damages: [(&str, Damage<'_>); 7] = [
@@ -94,9 +95,9 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
         let copied =
             Command::new("cp").args(["-a", "--reflink=always"]).arg(good.join(".")).arg(&dir).status()?;
         ensure!(copied.success());
-        lab.engine.load(&dir, SharingScope::Node).await.with_context(|| format!("before: {clue}"))?;
+        lab.engine.load(&dir, Sharing::Node).await.with_context(|| format!("before: {clue}"))?;
         damage(&dir)?;
-        match lab.engine.load(&dir, SharingScope::Node).await {
+        match lab.engine.load(&dir, Sharing::Node).await {
             Err(EngineError::Refused { why, .. }) if why.contains(clue) => {}
             Err(other) => anyhow::bail!("wanted {clue:?}, got {other}"),
             Ok(_) => anyhow::bail!("wanted {clue:?}, it was loaded"),
@@ -212,7 +213,7 @@ async fn a_machine_that_shares_with_nobody_has_its_own_memory_file() -> Result<(
     let inode = |dir: &std::path::Path| -> Result<u64> {
         Ok(std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(dir.join("vm.mem"))?))
     };
-    for (scope, shared) in [(SharingScope::Node, true), (SharingScope::None, false)] {
+    for (scope, shared) in [(Sharing::Node, true), (Sharing::None, false)] {
         let frozen = lab.engine.load(&dir, scope).await?;
         let mut copy = lab.thaw(frozen.as_ref()).await?;
         assert_eq!(copy.sh("cat /tmp/name").await?, "mine");
@@ -245,12 +246,12 @@ async fn a_full_disk_fails_the_persist_and_leaves_no_manifest() -> Result<()> {
     }
     let left = |name: &str| dir.join(name).exists();
     ensure!(!left("manifest.json") && !left(".manifest.new"), "half a manifest is there");
-    ensure!(engine.load(&dir, SharingScope::Node).await.is_err(), "a snapshot without a manifest was loaded");
+    ensure!(engine.load(&dir, Sharing::Node).await.is_err(), "a snapshot without a manifest was loaded");
     ensure!(guest.sh("sha256sum < /tmp/ram").await? == hash, "the machine did not go on");
     drop(fill);
     fs::remove_file(&filler)?;
     frozen.persist().await?;
-    engine.load(&dir, SharingScope::Node).await?;
+    engine.load(&dir, Sharing::Node).await?;
     guest.machine.stop().await?;
     engine.close().await;
     Ok(())

@@ -4,6 +4,7 @@
 //! usual case far smaller, but a parent may rewrite every page it shares, and then the host must hold.
 
 use crate::error::{Error, Result};
+use keiki_engine::MONITOR_MIB;
 use keiki_types::Shape;
 use std::{
     sync::{
@@ -12,9 +13,6 @@ use std::{
     },
     time::Duration,
 };
-
-/// What a monitor needs beside its guest's RAM, in MiB: a waiting one holds 23, translated guest code comes to it.
-const MONITOR_MIB: u64 = 48;
 
 /// The RAM of this host that machines may use. Cheap to clone.
 #[derive(Debug, Clone)]

@@ -27,7 +27,8 @@ mod upload;
 
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
-pub use node::{Config, Node, Sharing};
+pub use keiki_types::Sharing;
+pub use node::{Config, Node};
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.

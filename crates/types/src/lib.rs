@@ -41,6 +41,18 @@ impl std::fmt::Display for EngineKind {
     }
 }
 
+/// Which machines may share memory until they write it, from none to all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharing {
+    /// Each sandbox has its own copy.
+    None,
+    /// Only within a workspace.
+    Workspace,
+    /// Sandboxes of one template on the whole node, of one snapshot within its workspace.
+    Node,
+}
+
 /// State of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

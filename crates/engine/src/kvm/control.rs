@@ -1,11 +1,14 @@
 //! Our end of a monitor's control socket.
 
 use crate::{EngineError, Result, process::blocking};
-use keiki_control::{Answer, Client, ControlError, FailureKind, Hello, Reply, Request, Role};
+use keiki_control::{Answer, Client, ControlError, FailureKind, Hello, Reply, Request, Role, Stage, Step};
+use keiki_sys::stopwatch::Stopwatch;
+use keiki_types::Shape;
+use parking_lot::Mutex;
 use std::{
     os::fd::{AsFd, OwnedFd},
-    path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -13,36 +16,38 @@ use std::{
 pub(super) const ANSWER: Duration = Duration::from_secs(30);
 /// How long an answer may take that writes all of a guest's memory.
 pub(super) const WRITE: Duration = Duration::from_secs(900);
+/// Most steps of one operation that are taken from a monitor.
+const STEPS: usize = 24;
 
-/// Descriptors that go with a request. Ours are closed when the call is over.
+/// Descriptors that go with a request. Ours are closed after the call.
 pub(super) type Files = Vec<(Role, OwnedFd)>;
 
-/// A connection. One request at a time; clones ask over the same.
+/// A connection. One request at a time; clones share it.
 #[derive(Clone)]
 pub(super) struct Control {
     client: Arc<Mutex<Option<Client>>>,
-    /// Where a machine listens. A connection that was lost is made again there.
+    /// Where a machine listens: a lost connection is made again.
     path: Option<PathBuf>,
 }
 
 impl Control {
-    /// That of a blank, which stays that of the zygote it becomes. It ends with the last clone.
+    /// The connection of a blank, which stays that of the zygote it becomes. It ends with the last clone.
     pub(super) fn over(client: Client) -> Self {
         Self { client: Arc::new(Mutex::new(Some(client))), path: None }
     }
 
-    /// That of the machine which listens at `path`.
+    /// A connection to the machine that listens at `path`.
     pub(super) fn at(path: PathBuf) -> Self {
         Self { client: Arc::default(), path: Some(path) }
     }
 
-    /// Asks. A caller who goes away does not interrupt it.
+    /// Sends a request and waits for the answer, also if the caller goes away.
     pub(super) async fn ask(&self, request: Request, files: Files, patience: Duration) -> Result<Answer> {
         let control = self.clone();
         blocking(move || control.ask_now(&request, &files, patience)).await
     }
 
-    /// Asks what is only answered with [`Reply::Done`].
+    /// Sends a request that is answered with [`Reply::Done`].
     pub(super) async fn order(&self, request: Request, files: Files) -> Result<()> {
         let name = request.name();
         match self.ask(request, files, ANSWER).await?.reply {
@@ -51,7 +56,8 @@ impl Control {
         }
     }
 
-    /// Asks for what a copy of the process does. The copy answers, on a connection of its own: others may ask meanwhile.
+    /// Sends a request that a copy of the process carries out. The copy answers on another connection, so this one is
+    /// free meanwhile.
     pub(super) async fn ask_copy(&self, request: Request, mut files: Files) -> Result<Copy> {
         let (client, theirs) = Client::pair().map_err(failed)?;
         files.push((Role::Control, theirs));
@@ -59,7 +65,7 @@ impl Control {
         Ok(Copy(client))
     }
 
-    /// Who is there, and which process that is.
+    /// What the monitor is, and which process it is.
     pub(super) async fn hello(&self) -> Result<(Hello, u32)> {
         let Answer { reply, pid } = self.ask(Request::Hello, Files::new(), ANSWER).await?;
         match reply {
@@ -68,8 +74,16 @@ impl Control {
         }
     }
 
+    /// Whether the process of this number answers, and is at this stage.
+    pub(super) async fn expect(&self, stage: Stage, process: u32) -> Result<Hello> {
+        match self.hello().await? {
+            (hello, pid) if hello.stage == stage && pid == process => Ok(hello),
+            _ => Err(EngineError::Monitor(format!("of process {process} does not answer as {stage:?}"))),
+        }
+    }
+
     fn ask_now(&self, request: &Request, files: &Files, patience: Duration) -> Result<Answer> {
-        let mut kept = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.client.lock();
         let mut client = match (kept.take(), &self.path) {
             (Some(client), _) => client,
             (None, Some(path)) => Client::connect(path).map_err(failed)?,
@@ -77,7 +91,7 @@ impl Control {
         };
         let files: Vec<_> = files.iter().map(|(role, file)| (*role, file.as_fd())).collect();
         let answer = client.call(request, &files, patience);
-        // After any other error an answer may still come that belongs to no later request.
+        // After any other error the answer may still come, and would be taken for that of a later request.
         if matches!(answer, Ok(_) | Err(ControlError::Failed { .. })) {
             *kept = Some(client);
         }
@@ -85,18 +99,18 @@ impl Control {
     }
 }
 
-/// A copy that was asked for something.
+/// A copy that carries out a request.
 pub(super) struct Copy(Client);
 
 impl Copy {
-    /// What it answers, also after another answer.
+    /// Its next answer.
     pub(super) async fn answer(self, patience: Duration) -> Result<(Answer, Self)> {
         let Self(mut client) = self;
         blocking(move || Ok((client.answer(patience).map_err(failed)?, Self(client)))).await
     }
 }
 
-/// What the monitor or its socket said, as an engine says it.
+/// The error of an engine for a failed request.
 pub(super) fn failed(error: ControlError) -> EngineError {
     match error {
         ControlError::Failed { kind: FailureKind::NoSpace, .. } => EngineError::NoSpace(PathBuf::new()),
@@ -111,13 +125,13 @@ pub(super) fn failed(error: ControlError) -> EngineError {
     }
 }
 
-/// The answer belongs to no such request.
+/// The answer does not fit the request.
 pub(super) fn unexpected(request: &'static str) -> EngineError {
     failed(ControlError::Unexpected { request })
 }
 
-/// Gives a failure the directory that it is about.
-pub(super) fn about(dir: &std::path::Path) -> impl FnOnce(EngineError) -> EngineError {
+/// Adds the directory to an error that is about it.
+pub(super) fn about(dir: &Path) -> impl FnOnce(EngineError) -> EngineError {
     let dir = dir.to_owned();
     move |error| match error {
         EngineError::NoSpace(_) => EngineError::NoSpace(dir),
@@ -126,7 +140,26 @@ pub(super) fn about(dir: &std::path::Path) -> impl FnOnce(EngineError) -> Engine
     }
 }
 
-/// A sentence of a monitor, which is not to be believed: one short line.
+/// The shape as a request has it.
+pub(super) fn shape(shape: Shape) -> keiki_control::Shape {
+    keiki_control::Shape { vcpus: shape.vcpus.into(), memory_mib: shape.memory_mib }
+}
+
+/// A VM generation ID that no machine ever had.
+pub(super) fn generation() -> [u8; 16] {
+    uuid::Uuid::new_v4().into_bytes()
+}
+
+/// Adds the steps that a monitor reports: few, with short plain names, whatever it sends.
+pub(super) fn note(watch: &mut Stopwatch, steps: &[Step]) {
+    for step in steps.iter().take(STEPS) {
+        let name: String =
+            step.name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').take(24).collect();
+        watch.note(format!("vmm_{name}"), Duration::from_nanos(step.ns));
+    }
+}
+
+/// What a monitor says, as one short line.
 fn plain(sentence: &str) -> String {
     sentence.chars().filter(|c| !c.is_control()).take(400).collect()
 }

@@ -1,13 +1,11 @@
 //! The open descriptors of one copy: preparing a VM costs no process here.
 
-use super::Host;
 use crate::{
-    EngineError, Result, VmPaths,
-    console::files,
+    Common, EngineError, Result, VmPaths, console,
+    fsutil::remove_file,
     layers::{layer_path, make_layers_dir, make_top, new_name},
-    process::remove_file,
     record::{AGENT, CONTROL, Layer},
-    users::hide,
+    users::chmod_private,
 };
 use keiki_control::Role;
 use keiki_protocol::net::TAP;
@@ -31,10 +29,10 @@ pub(crate) struct VmFds {
 
 impl VmFds {
     /// Makes and opens them. After an error the caller clears the paths.
-    pub(super) fn prepare(host: &Host, paths: &VmPaths, disk_mib: u32) -> Result<Self> {
-        if host.config.common.first_user.is_some() {
-            hide(&paths.dir)?;
-            hide(&paths.run_dir)?;
+    pub(super) fn prepare(common: &Common, paths: &VmPaths, disk_mib: u32) -> Result<Self> {
+        if common.first_user.is_some() {
+            chmod_private(&paths.dir)?;
+            chmod_private(&paths.run_dir)?;
         }
         make_layers_dir(&paths.dir)?;
         let (control, agent) = (paths.run_dir.join(CONTROL), paths.run_dir.join(AGENT));
@@ -42,8 +40,8 @@ impl VmFds {
         remove_file(&agent)?;
         let listener = keiki_control::listen(&control).map_err(super::control::failed)?;
         let agent = UnixListener::bind(&agent).map_err(EngineError::at("listen at", &agent))?;
-        let (top, file) = new_top(host, &paths.dir, disk_mib)?;
-        let [log, _] = files(paths);
+        let (top, file) = new_top(common, &paths.dir, disk_mib)?;
+        let [log, _] = console::files(paths);
         let console = File::options().read(true).write(true).create(true).truncate(false).open(&log);
         let console = console.map_err(EngineError::at("open", &log))?;
         let mut files = vec![
@@ -59,7 +57,7 @@ impl VmFds {
         Ok(Self { top, files })
     }
 
-    /// All of it, with the lower layers that `dir` has.
+    /// All descriptors, with those of the lower layers in `dir`.
     pub(super) fn with_layers(self, dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, OwnedFd)>> {
         let Self { mut files, .. } = self;
         files.extend(open_layers(dir, layers)?);
@@ -67,7 +65,7 @@ impl VmFds {
     }
 }
 
-/// The lower layers, bottom first, to be read.
+/// The lower layers, bottom first, for reading.
 pub(super) fn open_layers(dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, OwnedFd)>> {
     let open = |layer: &Layer| {
         let path = layer_path(dir, &layer.name);
@@ -77,11 +75,11 @@ pub(super) fn open_layers(dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, Own
     layers.iter().map(open).collect()
 }
 
-/// An empty top layer. It stays root's: the monitor writes it through the descriptor, and has no name for it.
-pub(super) fn new_top(host: &Host, dir: &Path, disk_mib: u32) -> Result<(String, File)> {
+/// An empty top layer. It stays root's: the monitor writes it through the descriptor and cannot open it.
+pub(super) fn new_top(common: &Common, dir: &Path, disk_mib: u32) -> Result<(String, File)> {
     let name = new_name(Format::Qcow2);
     let path = layer_path(dir, &name);
-    make_top(&host.config.common, disk_mib, &path, None)?;
+    make_top(common, disk_mib, &path, None)?;
     let file = File::options().read(true).write(true).open(&path);
     let file = file.map_err(EngineError::at("open", &path))?;
     file.set_permissions(Permissions::from_mode(0o600)).map_err(EngineError::at("close", &path))?;

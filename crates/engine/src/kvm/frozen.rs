@@ -10,60 +10,43 @@
 //! that it wrote with.
 
 use super::{
-    Host,
-    control::{ANSWER, Control, WRITE, about, unexpected},
+    chain,
+    control::{ANSWER, Control, WRITE, about, generation, note, unexpected},
     fds::VmFds,
-    freeze::link,
-    machine::{KvmMachine, assemble, generation, new_record},
-    monitor::{Background, Monitor, complaints},
-    resident::Files,
+    host::{Host, made},
+    monitor::{Background, Monitor, Zygote, end_unrecorded, stderr_pipe},
+    running::{KvmPart, KvmVm, Record, assemble},
+    stored::StoredFiles,
 };
 use crate::{
-    EngineError, Frozen, Image, Machine, PreparedVm, Result, SharingScope, Steps, VmPaths,
-    files::{now, persist},
+    EngineError, Frozen, Image, Machine, PreparedVm, Result, VmPaths,
+    files::{BASE_FILE, manifest, persist},
+    fsutil::{link, remove_file},
     layers::{layer_path, new_name},
     prepared::Waiting,
-    process::{Watched, blocking, remove_file},
+    process::blocking,
     record::{self, CONTROL, Layer},
-    steps::Stopwatch,
-    users::show,
+    users::chmod_readable,
 };
 use async_trait::async_trait;
 use keiki_control::{Answer, Persisted, Reply, Request, Role, Stage, Thaw};
-use keiki_snapshot::{
-    DiskLayer, Format, KIND, MAX_STATE, MEMORY_FILE, Manifest, Memory, STATE_FILE, State, VERSION,
-};
-use keiki_sys::process::Process;
+use keiki_snapshot::{DiskLayer, Format, MAX_STATE, MEMORY_FILE, Manifest, STATE_FILE, State};
+use keiki_sys::stopwatch::{Steps, Stopwatch};
+use keiki_types::Sharing;
 use std::{
     fs::{self, File},
     io::{Read, Seek},
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
 };
 use tokio::sync::{Mutex, MutexGuard};
 
-/// The memory image that a machine which is not stored yet runs on, in the directory of the frozen one.
-pub(super) const BASE: &str = "base.mem";
 /// What a zygote writes into.
 const PART: [&str; 2] = ["vm.mem.part", "vm.state.part"];
-/// From here on a lineage begins anew: the machine is stored, and thawed from its files. Each fork lengthens what the
-/// kernel has to walk for a page of an ancestor.
+/// After this many generations a machine is stored and thawed from its files: each fork lengthens what the kernel has to
+/// walk for a page of an ancestor.
 const GENERATIONS: u32 = 64;
-
-/// A zygote. Its process ends with it.
-pub(super) struct Zygote {
-    pub(super) monitor: Monitor,
-    pub(super) generation: u32,
-}
-
-impl Drop for Zygote {
-    fn drop(&mut self) {
-        // It ends by itself when its socket closes; a hostile one does not.
-        if let Err(error) = self.monitor.watched.process.kill() {
-            tracing::warn!(%error, "a zygote could not be ended");
-        }
-    }
-}
 
 /// A machine at one instant.
 pub(super) struct KvmFrozen {
@@ -71,13 +54,13 @@ pub(super) struct KvmFrozen {
     image: Image,
     layers: Vec<DiskLayer>,
     held: Mutex<Held>,
-    /// Locked by who writes it down.
+    /// Locked while it is being stored.
     storing: Mutex<()>,
 }
 
 enum Held {
     Fresh(Arc<Zygote>),
-    Stored { manifest: Box<Manifest>, files: Arc<Files>, scope: SharingScope },
+    Stored { manifest: Box<Manifest>, files: Arc<StoredFiles>, sharing: Sharing },
 }
 
 impl KvmFrozen {
@@ -100,17 +83,17 @@ impl KvmFrozen {
         host: &Arc<Host>,
         dir: &Path,
         manifest: Manifest,
-        files: Arc<Files>,
-        scope: SharingScope,
+        files: Arc<StoredFiles>,
+        sharing: Sharing,
     ) -> Self {
-        let alone = scope == SharingScope::None;
+        let alone = sharing == Sharing::None;
         let image = Image { dir: dir.to_owned(), shape: manifest.shape, alone };
         let layers = manifest.layers.clone();
-        let held = Held::Stored { manifest: Box::new(manifest), files, scope };
+        let held = Held::Stored { manifest: Box::new(manifest), files, sharing };
         Self::new(host, image, layers, held)
     }
 
-    /// A zygote to fork off. The memory image under its machines gets another name at `memory`.
+    /// A zygote to fork. The memory image under its machines gets another name at `memory`.
     async fn zygote(&self, memory: PathBuf) -> Result<Arc<Zygote>> {
         let old = |held: &Held| matches!(held, Held::Fresh(zygote) if zygote.generation >= GENERATIONS);
         let mut held = self.held.lock().await;
@@ -120,9 +103,9 @@ impl KvmFrozen {
             held = self.held.lock().await;
         }
         let (zygote, base) = match &*held {
-            Held::Fresh(zygote) => (Arc::clone(zygote), BASE),
-            Held::Stored { files, scope, .. } => {
-                (self.host.residents.get(&self.host, files, scope).await?, MEMORY_FILE)
+            Held::Fresh(zygote) => (Arc::clone(zygote), BASE_FILE),
+            Held::Stored { files, sharing, .. } => {
+                (self.host.residents.get(files, *sharing).await?, MEMORY_FILE)
             }
         };
         let base = self.image.dir.join(base);
@@ -134,7 +117,7 @@ impl KvmFrozen {
 
     /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs less. Meanwhile machines
     /// are thawed from the zygote.
-    async fn store(&self, _turn: &MutexGuard<'_, ()>) -> Result<Manifest> {
+    async fn store(&self, _permit: &MutexGuard<'_, ()>) -> Result<Manifest> {
         let zygote = match &*self.held.lock().await {
             Held::Stored { manifest, .. } => return Ok(Manifest::clone(manifest)),
             Held::Fresh(zygote) => Arc::clone(zygote),
@@ -143,30 +126,19 @@ impl KvmFrozen {
         let dir = self.image.dir.clone();
         let failed = written.is_err();
         blocking(move || {
-            // Files that were not finished are of no use.
+            // Half-written files are useless.
             let gone = if failed { [MEMORY_FILE, STATE_FILE].as_slice() } else { &[] };
             PART.iter().chain(gone).try_for_each(|name| remove_file(&dir.join(name)))
         })
         .await?;
         let state = written.map_err(about(&self.image.dir))?;
-        let manifest = Manifest {
-            kind: KIND.into(),
-            version: VERSION,
-            created_at: now(),
-            made_by: super::made(self.image.shape),
-            shape: self.image.shape,
-            memory: Memory { bytes: u64::from(self.image.shape.memory_mib) << 20 },
-            state,
-            layers: self.layers.clone(),
-        };
+        let manifest = manifest(made(self.image.shape), self.image.shape, state, self.layers.clone());
         let (dir, stored) = (self.image.dir.clone(), manifest.clone());
-        let files = blocking(move || Files::open(&dir, &stored)).await?;
-        let scope = SharingScope::Workspace(self.image.dir.display().to_string());
-        let base = self.image.dir.join(BASE);
+        let files = Arc::new(blocking(move || StoredFiles::open(&dir, &stored)).await?);
+        let base = self.image.dir.join(BASE_FILE);
         let mut held = self.held.lock().await;
-        // Needed no more under this name.
         blocking(move || remove_file(&base)).await?;
-        *held = Held::Stored { manifest: Box::new(manifest.clone()), files: Arc::new(files), scope };
+        *held = Held::Stored { manifest: Box::new(manifest.clone()), files, sharing: Sharing::Workspace };
         Ok(manifest)
     }
 
@@ -174,7 +146,7 @@ impl KvmFrozen {
         let (dir, pid) = (self.image.dir.clone(), zygote.monitor.pid());
         let member = zygote.monitor.lineage.admit(&dir.join(new_name(Format::Raw)), 0);
         let ([memory, state], files) = blocking(move || open_parts(&dir, pid)).await?;
-        // The copy that writes says so, and then what it has written.
+        // The copy that writes answers twice: when it begins and when it is done.
         let copy = zygote.monitor.control.ask_copy(Request::Persist, files).await?;
         let (begun, copy) = copy.answer(ANSWER).await?;
         if begun.reply != Reply::Done {
@@ -194,9 +166,8 @@ impl KvmFrozen {
         blocking(move || keep(&dir, &memory, state, &persisted)).await
     }
 
-    /// A zygote of stored files may be gone at any moment, and others can be loaded from them: that costs a machine only
-    /// time. It is asked again once.
-    async fn thaw_in(&self, paths: &VmPaths, fds: VmFds, watch: &mut Stopwatch) -> Result<KvmMachine> {
+    /// A zygote of stored files may be gone at any moment, and another can be loaded from them: this is tried once.
+    async fn thaw_in(&self, paths: &VmPaths, fds: VmFds, watch: &mut Stopwatch) -> Result<Arc<KvmVm>> {
         let zygote = self.zygote(paths.dir.join(MEMORY_FILE)).await?;
         let error = match self.thaw_off(&zygote, paths, fds, watch).await {
             Err(error) if self.is_stored().await && zygote.monitor.ends().await => error,
@@ -204,12 +175,12 @@ impl KvmFrozen {
         };
         let pid = zygote.monitor.pid();
         tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote was gone; another is loaded");
-        // What the first one was given is of no use: it may have made a machine that has begun to write.
-        end_stray(paths).await?;
+        // What the first one was given cannot be used again: it may have made a machine that has begun to write.
+        end_unrecorded(paths).await?;
         let (host, at, disk_mib) = (Arc::clone(&self.host), paths.clone(), self.image.shape.disk_mib);
         let fds = blocking(move || {
             record::clear(&at)?;
-            VmFds::prepare(&host, &at, disk_mib)
+            VmFds::prepare(&host.config.common, &at, disk_mib)
         })
         .await?;
         let zygote = self.zygote(paths.dir.join(MEMORY_FILE)).await?;
@@ -226,8 +197,8 @@ impl KvmFrozen {
         paths: &VmPaths,
         fds: VmFds,
         watch: &mut Stopwatch,
-    ) -> Result<KvmMachine> {
-        watch.step("zygote");
+    ) -> Result<Arc<KvmVm>> {
+        watch.lap("zygote");
         let layers: Vec<_> = self
             .layers
             .iter()
@@ -236,8 +207,8 @@ impl KvmFrozen {
         let (top, from) = (fds.top.clone(), self.image.dir.clone());
         let (dir, below) = (paths.dir.clone(), layers.clone());
         let stored = match &*self.held.lock().await {
-            // Who shares with nobody learns nothing of what others touched, and has a file that nobody has read.
-            Held::Stored { files, scope, .. } if *scope != SharingScope::None => Some(Arc::clone(files)),
+            // A machine that is alone must not learn what others touched, and has a file that was never read.
+            Held::Stored { files, sharing, .. } if *sharing != Sharing::None => Some(Arc::clone(files)),
             _ => None,
         };
         let mut files = blocking(move || {
@@ -245,36 +216,38 @@ impl KvmFrozen {
                 link(&layer_path(&from, &layer.name), &layer_path(&dir, &layer.name))?;
             }
             let mut files = fds.with_layers(&dir, &below)?;
-            files.extend(stored.and_then(|stored| stored.pages()));
+            files.extend(stored.and_then(|stored| stored.working_set()));
             Ok(files)
         })
         .await?;
-        watch.step("link");
+        watch.lap("link");
         let member = zygote.monitor.lineage.admit(&paths.dir, self.image.shape.memory_mib);
-        let (complaints, stderr) = complaints()?;
-        files.push(stderr);
+        let (stderr, their_stderr) = stderr_pipe()?;
+        files.push(their_stderr);
         let request = Request::Thaw(Thaw { generation: generation() });
-        // The copy answers itself, by the kernel's word.
+        // The copy answers itself: its process number is the kernel's, not the zygote's word.
         let copy = zygote.monitor.control.ask_copy(request, files).await?;
         let (Answer { reply, pid }, _) = copy.answer(ANSWER).await?;
         let Reply::Thawed(thawed) = reply else { return Err(unexpected("Thaw")) };
-        super::note(watch, &thawed.steps);
+        note(watch, &thawed.steps);
         let control = Control::at(paths.run_dir.join(CONTROL));
-        let (monitor, _) = Monitor::forked(pid, control, member, Stage::Machine, complaints).await?;
-        let record = new_record(&monitor, self.image.shape, layers, top);
-        let machine = assemble(&self.host, monitor, paths, record).await?;
-        watch.step("run");
+        let (monitor, _) = Monitor::forked(pid, control, member, Stage::Machine, stderr).await?;
+        let user = monitor.lineage.user();
+        let process = &monitor.watched.process;
+        let record = Record::new(process, user, self.image.shape, layers, top, KvmPart::default());
+        let vm = assemble(&self.host, monitor, paths, record).await?;
+        watch.lap("run");
         if let Held::Stored { files, .. } = &*self.held.lock().await {
-            machine.0.is_looked_at(files.thawed(pid));
+            *vm.backend.first_run.lock() = files.thawed(pid);
         }
-        super::chain::shorten(&machine.0, &*machine.0.record.lock().await);
-        Ok(machine)
+        chain::shorten(&vm, &*vm.record.lock().await);
+        Ok(vm)
     }
 }
 
-/// Files for a zygote to write into: memory that begins as its base, a state that is empty. Ours, to read back what
-/// was written, and its own.
-type Parts = ([File; 2], Vec<(Role, std::os::fd::OwnedFd)>);
+/// Files for a zygote to write into, memory that begins as its base and an empty state: our descriptors, to read back what
+/// was written, and the zygote's.
+type Parts = ([File; 2], Vec<(Role, OwnedFd)>);
 
 fn open_parts(dir: &Path, pid: u32) -> Result<Parts> {
     let make = |name: &str| {
@@ -284,7 +257,7 @@ fn open_parts(dir: &Path, pid: u32) -> Result<Parts> {
         file.map_err(EngineError::at("make", &path))
     };
     let [memory, state] = [make(PART[0])?, make(PART[1])?];
-    let base = dir.join(BASE);
+    let base = dir.join(BASE_FILE);
     let source = File::open(&base).map_err(EngineError::at("open", &base))?;
     keiki_sys::files::reflink(&source, &memory).map_err(EngineError::at("fill", &dir.join(PART[0])))?;
     let pagemap = PathBuf::from(format!("/proc/{pid}/pagemap"));
@@ -298,7 +271,7 @@ fn open_parts(dir: &Path, pid: u32) -> Result<Parts> {
     Ok(([memory, state], files))
 }
 
-/// Makes base files of what a zygote wrote, and checks that it wrote what it says.
+/// Makes base files of what a zygote wrote, and checks it against what it reported.
 fn keep(dir: &Path, memory: &File, mut state: File, persisted: &Persisted) -> Result<State> {
     let path = dir.join(STATE_FILE);
     let mut bytes = Vec::new();
@@ -309,15 +282,15 @@ fn keep(dir: &Path, memory: &File, mut state: File, persisted: &Persisted) -> Re
         || bytes.len() as u64 != persisted.state_bytes
         || *digest.as_bytes() != persisted.digest
     {
-        return Err(EngineError::Monitor("wrote another state than it says".into()));
+        return Err(EngineError::Monitor("wrote another state than it reports".into()));
     }
     fs::write(&path, &bytes).map_err(EngineError::at("write", &path))?;
-    show(&path)?;
+    chmod_readable(&path)?;
     let path = dir.join(MEMORY_FILE);
     let kept =
         File::options().write(true).create_new(true).open(&path).map_err(EngineError::at("make", &path))?;
     keiki_sys::files::reflink(memory, &kept).map_err(EngineError::at("fill", &path))?;
-    show(&path)?;
+    chmod_readable(&path)?;
     Ok(State { bytes: bytes.len() as u64, blake3: digest.to_hex().to_string() })
 }
 
@@ -334,9 +307,9 @@ impl Frozen for KvmFrozen {
             other => Err(other),
         })?;
         match self.thaw_in(&paths, fds, &mut watch).await {
-            Ok(machine) => Ok((Box::new(machine), watch.done())),
+            Ok(vm) => Ok((Box::new(vm), watch.into_steps())),
             Err(error) => {
-                end_stray(&paths).await?;
+                end_unrecorded(&paths).await?;
                 blocking(move || record::clear(&paths)).await?;
                 Err(about(&self.image.dir)(error))
             }
@@ -344,24 +317,9 @@ impl Frozen for KvmFrozen {
     }
 
     async fn persist(&self) -> Result<Manifest> {
-        let turn = self.storing.lock().await;
-        let manifest = self.store(&turn).await?;
+        let permit = self.storing.lock().await;
+        let manifest = self.store(&permit).await?;
         let dir = self.image.dir.clone();
         blocking(move || persist(&dir, manifest)).await
     }
-}
-
-/// Ends the machine that listens at the control socket of this machine's paths, if there is one: a thaw that failed after
-/// its fork, or that a node did not live to record. It is gone when this returns.
-pub(super) async fn end_stray(paths: &VmPaths) -> Result<()> {
-    let control = Control::at(paths.run_dir.join(CONTROL));
-    let Ok((_, pid)) = control.hello().await else { return Ok(()) };
-    let opened = Process::open(pid).map_err(EngineError::at("open a process of", &paths.dir))?;
-    let Some(process) = opened else { return Ok(()) };
-    // Asked again now that its number is pinned: it may have been another's since.
-    if control.hello().await.is_ok_and(|(_, again)| again == pid) {
-        tracing::warn!(pid, dir = %paths.dir.display(), "a machine that was never recorded is ended");
-        Watched::new(Arc::new(process), None, || {})?.kill().await?;
-    }
-    Ok(())
 }

@@ -1,14 +1,14 @@
 //! `keiki-vmm` processes: blanks are executed, everything else is forked off them.
 
 use super::{
-    Host,
     control::{Control, failed},
     lineage::{Lineage, Member},
 };
 use crate::{
     EngineError, Result, VmPaths,
     console::tail,
-    process::{Watched, blocking},
+    process::{self, Watched, blocking},
+    record::CONTROL,
 };
 use keiki_control::{Client, EXIT_REASON, Role, Stage, Start};
 use keiki_sys::process::{Process, Setup};
@@ -27,9 +27,9 @@ const FILES: u64 = 512;
 const TASKS: u64 = 16_384;
 /// The node must be the last to go.
 const OOM_SCORE_ADJ: i16 = 500;
-/// How long a monitor that failed may take to end by itself.
-const LAST_WORDS_LIMIT: Duration = Duration::from_millis(100);
-/// Where the last words are looked for.
+/// How long a monitor that failed may take to end.
+const END_LIMIT: Duration = Duration::from_millis(100);
+/// Where the reason is looked for, in bytes from the end of the console.
 const TAIL: usize = 1024;
 
 /// A process of ours, or forked off one. As a member of its lineage it counts until it is gone.
@@ -39,17 +39,33 @@ pub(super) struct Monitor {
     pub(super) lineage: Arc<Lineage>,
 }
 
-/// A pipe on which a copy says what goes wrong: our end, and the copy's as a descriptor of a request.
-pub(super) fn complaints() -> Result<(OwnedFd, (Role, OwnedFd))> {
+/// A zygote. Its process ends with it.
+pub(super) struct Zygote {
+    pub(super) monitor: Monitor,
+    /// How many freezes lie between it and stored files.
+    pub(super) generation: u32,
+}
+
+impl Drop for Zygote {
+    fn drop(&mut self) {
+        // It ends when its socket closes; a hostile one does not.
+        if let Err(error) = self.monitor.watched.process.kill() {
+            tracing::warn!(%error, "a zygote could not be ended");
+        }
+    }
+}
+
+/// A pipe for the standard error of a copy: our end, and the copy's as a descriptor of a request.
+pub(super) fn stderr_pipe() -> Result<(OwnedFd, (Role, OwnedFd))> {
     let failed = |source| EngineError::Io { what: "cannot make a pipe for a monitor".into(), source };
     let (ours, theirs) = std::io::pipe().map_err(failed)?;
     Ok((ours.into(), (Role::Stderr, theirs.into())))
 }
 
 impl Monitor {
-    /// Executes a blank for machines of this shape. `dir` is whose it is.
+    /// Executes a blank for machines of this shape. `dir` is the directory of what it becomes.
     pub(super) async fn blank(
-        host: &Arc<Host>,
+        binary: &Path,
         lineage: &Arc<Lineage>,
         shape: Shape,
         dir: &Path,
@@ -62,12 +78,12 @@ impl Monitor {
             user: lineage.user(),
             files: FILES,
             tasks: TASKS,
-            // The top layer, which is the disk at worst and what tells where its parts are; or the memory.
+            // The top layer, which is at worst the disk and its tables; or the memory.
             file_bytes: disk.saturating_mul(2).saturating_add(64 << 20).max(memory),
             oom_score_adj: OOM_SCORE_ADJ,
             mark: dir.display().to_string(),
         };
-        let binary = host.config.binary.clone();
+        let binary = binary.to_owned();
         let mut command = Command::new(&binary);
         command.args(start.to_args()).env_clear().current_dir("/");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -77,7 +93,7 @@ impl Monitor {
             Process::spawn(&mut { command }, setup).map_err(EngineError::at("start", &binary))
         });
         let (process, stderr) = spawned.await?;
-        let confined = member.born(process.pid());
+        let confined = member.attach(process.pid());
         let stderr = stderr.map(OwnedFd::from);
         let monitor = Self {
             watched: Watched::new(Arc::new(process), stderr, || member.ended())?,
@@ -87,33 +103,40 @@ impl Monitor {
         if let Err(error) = confined {
             return Err(monitor.give_up(error).await);
         }
-        match monitor.control.hello().await {
-            Ok((hello, pid)) if hello.stage == Stage::Blank && pid == monitor.pid() => Ok(monitor),
-            Ok(_) => Err(monitor.give_up(EngineError::Monitor("did not start as a blank".into())).await),
+        match monitor.control.expect(Stage::Blank, monitor.pid()).await {
+            Ok(_) => Ok(monitor),
             Err(error) => Err(monitor.give_up(error).await),
         }
     }
 
-    /// A process that was forked off another, and answers on `control`. What the other said of it is not believed: it
-    /// must be the process that answers.
+    /// The machine with these paths, if it answers. Its process is ended if not.
+    pub(super) async fn answering(self, paths: &VmPaths) -> Result<Self> {
+        match self.control.expect(Stage::Machine, self.pid()).await {
+            Ok(_) => Ok(self),
+            Err(error) => {
+                let how = self.exit_reason(paths);
+                Err(self.give_up(how.map_or(error, EngineError::Ended)).await)
+            }
+        }
+    }
+
+    /// A process that was forked off another. Whatever the other said, it must be the process that answers on
+    /// `control`.
     pub(super) async fn forked(
         pid: u32,
         control: Control,
         mut member: Member,
         stage: Stage,
-        complaints: OwnedFd,
+        stderr: OwnedFd,
     ) -> Result<(Self, keiki_control::Hello)> {
         let gone = || EngineError::Monitor("made a copy that ended at once".into());
         let process = Process::open(pid)
             .map_err(|source| EngineError::Io { what: "cannot open the monitor's process".into(), source })?;
         let process = Arc::new(process.ok_or_else(gone)?);
-        let (hello, answered) = control.hello().await?;
-        if answered != pid || hello.stage != stage {
-            return Err(EngineError::Monitor("made a copy that is another process".into()));
-        }
-        let confined = member.born(pid);
+        let hello = control.expect(stage, pid).await?;
+        let confined = member.attach(pid);
         let lineage = Arc::clone(member.lineage());
-        let watched = Watched::new(process, Some(complaints), || member.ended())?;
+        let watched = Watched::new(process, Some(stderr), || member.ended())?;
         let monitor = Self { watched, control, lineage };
         match confined {
             Ok(()) => Ok((monitor, hello)),
@@ -127,10 +150,10 @@ impl Monitor {
 
     /// Whether it has ended, or is about to: its socket closes before it is gone.
     pub(super) async fn ends(&self) -> bool {
-        tokio::time::timeout(LAST_WORDS_LIMIT, self.watched.wait()).await.is_ok()
+        tokio::time::timeout(END_LIMIT, self.watched.wait()).await.is_ok()
     }
 
-    /// Ends a process that is of no use. How it ended by itself says more than that its socket closed.
+    /// Ends a process after an error. If it has ended already, how it ended says more than the error.
     pub(super) async fn give_up(self, error: EngineError) -> EngineError {
         let ended = self.ends().await;
         if let Err(error) = self.watched.kill().await {
@@ -143,34 +166,34 @@ impl Monitor {
     }
 
     /// How a machine's process ended, if it has.
-    pub(super) fn last_words(&self, paths: &VmPaths) -> Option<String> {
+    pub(super) fn exit_reason(&self, paths: &VmPaths) -> Option<String> {
         let how = self.watched.has_ended()?;
-        Some(last_words(&tail(paths, TAIL)).unwrap_or(how))
+        Some(exit_reason(&tail(paths, TAIL)).unwrap_or(how))
     }
 }
 
-/// A relative that works for whoever holds this, after its relatives where processors are short. It ends with this.
+/// A relative that does background work, at a lower priority. It ends when this is dropped.
 pub(super) struct Background(Watched);
 
 impl Background {
-    /// The process of this number, which said so itself. None: it has ended already.
+    /// The process that sent this number. None: it has ended.
     pub(super) fn watch(pid: u32, mut member: Member) -> Result<Option<Self>> {
         let failed =
             |source| EngineError::Io { what: "cannot open the process of a monitor's copy".into(), source };
         let Some(process) = Process::open(pid).map_err(failed)? else { return Ok(None) };
-        // Between its word and this the number may have become another's.
+        // The number may have become another process's since.
         if member.lineage().user().is_some_and(|user| !process.runs_as(user)) {
             return Ok(None);
         }
-        match member.born(pid) {
+        match member.attach(pid) {
             Ok(()) => member.defer(),
-            // It was quicker than we, or stays in the group of what it was forked off.
-            Err(error) => tracing::debug!(pid, %error, "a copy that works for us has no group of its own"),
+            // It has ended already, or stays in the group of its parent.
+            Err(error) => tracing::debug!(pid, %error, "a copy in the background has no control group"),
         }
         Watched::new(Arc::new(process), None, || member.ended()).map(|watched| Some(Self(watched)))
     }
 
-    /// Waits until it is gone. It may have done its work, or never do it.
+    /// Ends it and waits until it is gone, whether it has done its work or not.
     pub(super) async fn end(self) -> Result<()> {
         self.0.kill().await
     }
@@ -179,26 +202,41 @@ impl Background {
 impl Drop for Background {
     fn drop(&mut self) {
         if let Err(error) = self.0.process.kill() {
-            tracing::warn!(pid = self.0.process.pid(), %error, "a copy that works for nobody could not be ended");
+            tracing::warn!(pid = self.0.process.pid(), %error, "a copy in the background could not be ended");
         }
     }
 }
 
-/// What a monitor said last. A guest can say the same; it is for people.
-fn last_words(console: &[u8]) -> Option<String> {
+/// Ends the machine that listens with these paths, if there is one: a thaw that failed after its fork, or one that the
+/// node did not live to record. It is gone when this returns.
+pub(super) async fn end_unrecorded(paths: &VmPaths) -> Result<()> {
+    let control = Control::at(paths.run_dir.join(CONTROL));
+    let Ok((_, pid)) = control.hello().await else { return Ok(()) };
+    let opened = Process::open(pid).map_err(EngineError::at("open a process of", &paths.dir))?;
+    let Some(process) = opened else { return Ok(()) };
+    // Asked again now that the number is pinned: it may have become another process's since.
+    if control.hello().await.is_ok_and(|(_, again)| again == pid) {
+        tracing::warn!(pid, dir = %paths.dir.display(), "ending a machine that was never recorded");
+        process::end(&process).await?;
+    }
+    Ok(())
+}
+
+/// Why a monitor ended, as it wrote last. A guest can write the same; it is for people only.
+fn exit_reason(console: &[u8]) -> Option<String> {
     let text = String::from_utf8_lossy(console);
-    let words = text.lines().rev().find_map(|line| line.strip_prefix(EXIT_REASON))?;
-    Some(words.chars().filter(|c| !c.is_control()).take(400).collect())
+    let reason = text.lines().rev().find_map(|line| line.strip_prefix(EXIT_REASON))?;
+    Some(reason.chars().filter(|c| !c.is_control()).take(400).collect())
 }
 
 #[cfg(test)]
 mod tests {
-    use super::last_words;
+    use super::exit_reason;
 
     #[test]
-    fn the_last_words_are_the_last_line_that_begins_as_such() {
-        assert_eq!(last_words(b"boot\nkeiki-vmm: guest-reset\n").as_deref(), Some("guest-reset"));
-        assert_eq!(last_words(b"keiki-vmm: one\nmore\nkeiki-vmm: two\x1b\n").as_deref(), Some("two"));
-        assert_eq!(last_words(b"kernel panic, keiki-vmm: no\n"), None);
+    fn the_reason_is_the_last_line_of_the_monitor() {
+        assert_eq!(exit_reason(b"boot\nkeiki-vmm: guest-reset\n").as_deref(), Some("guest-reset"));
+        assert_eq!(exit_reason(b"keiki-vmm: one\nmore\nkeiki-vmm: two\x1b\n").as_deref(), Some("two"));
+        assert_eq!(exit_reason(b"kernel panic, keiki-vmm: no\n"), None);
     }
 }

@@ -1,15 +1,11 @@
 //! Whether KVM here is worth using.
 //!
-//! `/dev/kvm` may be there and interpret every instruction: then QEMU's translator is faster, and Linux does not boot
-//! in any time. So the monitor measures, in a process of its own, and the engine decides.
+//! A `/dev/kvm` may interpret every instruction: then QEMU's translator is faster, and Linux takes too long to boot. So
+//! the monitor measures, in a separate process, and the engine decides.
 
-use super::{Host, KvmConfig};
-use crate::{
-    Capabilities, EngineError, Result, cgroup,
-    files::{probe_store, sentence},
-    process::blocking,
-    users::USERS,
-};
+use super::host::{Host, KvmConfig};
+use crate::{Capabilities, EngineError, Result, cgroup, files::probe_store, process::blocking, users::USERS};
+use keiki_sys::error_chain;
 use keiki_types::EngineKind;
 use std::{
     io::Read,
@@ -34,7 +30,7 @@ pub(super) async fn probe(host: &Arc<Host>) -> Capabilities {
     });
     let (usable, version, note) = match measured.await {
         Ok((version, speed)) => judge(&host.config, version, speed),
-        Err(error) => (false, String::new(), sentence(&error)),
+        Err(error) => (false, String::new(), error_chain(&error)),
     };
     Capabilities { kind: EngineKind::Kvm, usable, version, note }
 }
@@ -58,7 +54,7 @@ pub fn is_native(binary: &Path) -> (bool, String) {
     match measure(binary) {
         Ok((_, speed)) if speed >= NATIVE => (true, words(speed)),
         Ok((_, speed)) => (false, format!("{}: it is emulated", words(speed))),
-        Err(error) => (false, sentence(&error)),
+        Err(error) => (false, error_chain(&error)),
     }
 }
 
@@ -87,7 +83,7 @@ fn measure(binary: &Path) -> Result<(String, u64)> {
     };
     let read = |pipe: Option<&mut dyn Read>| {
         let mut text = String::new();
-        // Whatever was not text is no answer.
+        // Without text there is no answer.
         let _ = pipe.map(|pipe| pipe.take(ANSWER).read_to_string(&mut text));
         text.trim().to_owned()
     };
@@ -96,7 +92,7 @@ fn measure(binary: &Path) -> Result<(String, u64)> {
         return Err(EngineError::Monitor(format!("runs no guest here: {why}")));
     }
     let answer = read(child.stdout.as_mut().map(|pipe| pipe as &mut dyn Read));
-    parse(&answer).ok_or_else(|| EngineError::Monitor("does not tell its version and speed".into()))
+    parse(&answer).ok_or_else(|| EngineError::Monitor("does not print its version and speed".into()))
 }
 
 /// `keiki-vmm VERSION SPEED`.
@@ -117,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_fast_guest_or_somebodys_wish_makes_it_usable() {
+    fn only_a_fast_guest_or_a_setting_makes_it_usable() {
         assert_eq!(parse("keiki-vmm 0.1.0 2400000"), Some(("0.1.0".into(), 2_400_000)));
         for bad in ["", "keiki-vmm 0.1.0", "qemu 1 2", "keiki-vmm 1 two", "keiki-vmm 1 2 3"] {
             assert_eq!(parse(bad), None, "{bad}");
@@ -129,10 +125,10 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_does_not_answer_is_told() {
-        let told = |binary: &str| measure(binary.as_ref()).map_err(|error| error.to_string());
-        assert!(told("/nowhere/keiki-vmm").is_err_and(|why| why.contains("cannot run /nowhere/keiki-vmm")));
-        assert!(told("/bin/true").is_err_and(|why| why.contains("does not tell")));
-        assert!(told("/bin/false").is_err_and(|why| why.contains("runs no guest here")));
+    fn a_program_that_does_not_answer_is_reported() {
+        let why = |binary: &str| measure(binary.as_ref()).map_err(|error| error.to_string());
+        assert!(why("/nowhere/keiki-vmm").is_err_and(|why| why.contains("cannot run /nowhere/keiki-vmm")));
+        assert!(why("/bin/true").is_err_and(|why| why.contains("does not print")));
+        assert!(why("/bin/false").is_err_and(|why| why.contains("runs no guest here")));
     }
 }

@@ -1,10 +1,10 @@
 //! What a machine touches first, read ahead.
 //!
-//! The first machine that is thawed from stored files is looked at when it has run for a moment, or before it ends: which
-//! pages of the memory file it has by then. They are written beside that file, as ranges. Whoever loads the files later has the kernel read these
-//! into its page cache, and waits for nothing. A machine on a host that has not read the file yet would wait for each
-//! (RFD 010). And each machine that is thawed later is given them before it runs, instead of with an exit for each
-//! (RFD 013). It is a hint: without it, or with a wrong one, all is right and only slower.
+//! Shortly after the first machine has been thawed from stored files, or before it ends, the pages of the memory file that
+//! it has by then are recorded beside that file, as ranges: its working set. Whoever loads the files later has the kernel
+//! read these into its page cache, so that a machine on a host that has not read the file yet does not wait for each of
+//! them (RFD 010). A machine that is thawed later gets them before it runs, instead of with an exit for each (RFD 013).
+//! It is a hint: without it, or with a wrong one, machines are right and only slower.
 //!
 //! ```text
 //!   0          8        12       44
@@ -12,15 +12,15 @@
 //!              u32      of body
 //! ```
 //!
-//! A guest chooses what it touches, so the file is believed no more than others: it is read up to a limit, checked, and names
-//! parts of one file, which its own machines map anyway.
+//! A guest chooses what it touches, so the file is trusted no more than other files: it is read up to a limit, checked,
+//! and names parts of one file, which its own machines map anyway.
 
-use crate::{
-    EngineError, Result,
-    process::{blocking, remove_file},
-};
+use crate::{EngineError, Result, fsutil::remove_file, process::blocking};
 use keiki_control::Pages;
-use keiki_sys::pages::{PAGE, file_pages, private_pages_by_entry};
+use keiki_sys::{
+    frame::{Frame, Length},
+    pages::{PAGE, file_pages, private_pages_by_entry},
+};
 use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
 use std::{
     fs::{self, File},
@@ -34,21 +34,24 @@ use tokio::{sync::oneshot, task::JoinHandle, time::timeout};
 
 /// Beside the memory file.
 const NAME: &str = "vm.pages";
-const MAGIC: [u8; 8] = *b"KEIKIWS\n";
-const VERSION: u32 = 2;
-const HEADER: usize = 44;
+const FRAME: Frame = Frame {
+    magic: b"KEIKIWS\n",
+    version: 2,
+    length: Length::None,
+    checksum: Some(|body| *blake3::hash(body).as_bytes()),
+};
 /// Most ranges that are written or read.
 const RANGES: usize = 64 << 10;
 /// Most pages in them: a guest that touches everything has no working set.
 const PAGES: u64 = 128 << 10;
-/// How long a first run is looked at: until the machine is released and its user has begun.
+/// How long after a thaw it is recorded: the machine is released and its user has begun.
 const FIRST_RUN: Duration = Duration::from_secs(2);
-/// One that was shorter tells nothing.
+/// A shorter run is not recorded.
 const LEAST_RUN: Duration = Duration::from_millis(100);
-/// How long the end of a machine waits for the look.
-const LOOK: Duration = Duration::from_secs(2);
+/// How long the end of a machine waits for the recording.
+const RECORDING: Duration = Duration::from_secs(2);
 
-/// Has the kernel read what a first run of these files touched, if that is known.
+/// Has the kernel read the working set of these files, if it is known.
 pub(super) fn read_ahead(dir: &Path, memory: &File) {
     let read = || -> std::io::Result<()> {
         for Pages { first, count, .. } in recorded(dir, memory)? {
@@ -62,7 +65,7 @@ pub(super) fn read_ahead(dir: &Path, memory: &File) {
     }
 }
 
-/// What a first run of these files touched, as a list for a monitor. None: it is not known.
+/// The working set of these files, as a list for a monitor. None: it is not known.
 pub(super) fn list(dir: &Path, memory: &File) -> Option<OwnedFd> {
     let list = || -> std::io::Result<Option<OwnedFd>> {
         let all = recorded(dir, memory)?;
@@ -77,7 +80,7 @@ pub(super) fn list(dir: &Path, memory: &File) -> Option<OwnedFd> {
     list().inspect_err(|error| tracing::debug!(dir = %dir.display(), %error, "no working set")).ok().flatten()
 }
 
-/// What was recorded; nothing, if nothing was. A record that is none is removed: the next first run is recorded anew.
+/// What was recorded, if anything. A damaged record is removed: the next run is recorded again.
 fn recorded(dir: &Path, memory: &File) -> std::io::Result<Vec<Pages>> {
     let path = dir.join(NAME);
     let file = match File::open(&path) {
@@ -85,29 +88,29 @@ fn recorded(dir: &Path, memory: &File) -> std::io::Result<Vec<Pages>> {
         opened => opened?,
     };
     let mut bytes = Vec::new();
-    file.take((HEADER + RANGES * 8 + 1) as u64).read_to_end(&mut bytes)?;
+    file.take((FRAME.header_len() + RANGES * 8 + 1) as u64).read_to_end(&mut bytes)?;
     parse(&bytes, memory.metadata()?.len()).map_err(|why| {
         let _ = remove_file(&path);
         std::io::Error::other(why)
     })
 }
 
-/// A machine that will be looked at.
+/// A machine whose working set will be recorded.
 pub(super) struct FirstRun {
     ends: oneshot::Sender<()>,
-    look: JoinHandle<()>,
+    recording: JoinHandle<()>,
 }
 
 impl FirstRun {
-    /// It is about to end: looks now, unless that was done.
+    /// It is about to end: records now, unless that was done.
     pub(super) async fn ends(self) {
         let _ = self.ends.send(());
-        let _ = timeout(LOOK, self.look).await;
+        let _ = timeout(RECORDING, self.recording).await;
     }
 }
 
-/// Looks at a machine that was thawed from these files when it has run for a moment, or before it ends. None: one was
-/// looked at before.
+/// Records the working set of a machine that was thawed from these files, after a while or before it ends. None: it is
+/// known.
 pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) -> Option<FirstRun> {
     let (path, inode) = (dir.join(NAME), memory.metadata().ok()?.ino());
     if path.exists() {
@@ -115,7 +118,7 @@ pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) -> Option<FirstR
     }
     let (ends, ending) = oneshot::channel();
     let begun = Instant::now();
-    let look = tokio::spawn(async move {
+    let recording = tokio::spawn(async move {
         let _ = timeout(FIRST_RUN, ending).await;
         // Another may have been quicker.
         if begun.elapsed() < LEAST_RUN || path.exists() {
@@ -123,11 +126,11 @@ pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) -> Option<FirstR
         }
         let at = path.clone();
         if let Err(error) = blocking(move || record(&at, inode, pid)).await {
-            // The machine has ended, or its files are gone: the next one is looked at.
+            // The machine has ended, or its files are gone: the next one is recorded.
             tracing::debug!(path = %path.display(), %error, "no working set");
         }
     });
-    Some(FirstRun { ends, look })
+    Some(FirstRun { ends, recording })
 }
 
 fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
@@ -188,36 +191,29 @@ fn mapping(line: &str, inode: u64) -> Option<(u64, u64, u64)> {
 }
 
 fn bytes(all: &[Pages]) -> Vec<u8> {
-    let body = Pages::encode(all);
-    [&MAGIC[..], &VERSION.to_le_bytes(), blake3::hash(&body).as_bytes(), &body].concat()
+    FRAME.encode(&Pages::encode(all))
 }
 
-/// The reverse of [`bytes`], for a memory file of this size. Any bytes may come.
-fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, &'static str> {
-    let (header, body) = bytes.split_at_checked(HEADER).ok_or("it is cut short")?;
-    let (magic, rest) = header.split_at(MAGIC.len());
-    let (version, sum) = rest.split_at(4);
+/// The reverse of [`bytes`], for a memory file of this size. Accepts any bytes.
+fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, String> {
+    let body = FRAME.decode(bytes).map_err(|error| format!("it {error}"))?;
     let (all, left) = Pages::decode(body);
-    match () {
-        () if magic != MAGIC => return Err("it does not begin as one"),
-        () if version != VERSION.to_le_bytes() => return Err("it has another version"),
-        () if all.len() > RANGES || left > 0 => return Err("it is too long or cut short"),
-        () if blake3::hash(body).as_bytes().as_slice() != sum => return Err("its checksum differs"),
-        () => {}
+    if all.len() > RANGES || left > 0 {
+        return Err("it is too long or cut short".into());
     }
     let mut end = 0;
     for Pages { first, count, .. } in &all {
         if u64::from(*first) < end || *count == 0 {
-            return Err("its ranges are not in order");
+            return Err("its ranges are not in order".into());
         }
         end = u64::from(*first) + u64::from(*count);
     }
-    if end * PAGE > size { Err("it names pages behind the end of memory") } else { Ok(all) }
+    if end * PAGE > size { Err("it names pages behind the end of memory".into()) } else { Ok(all) }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{HEADER, PAGE, Pages, RANGES, bytes, mapping, parse};
+    use super::{FRAME, PAGE, Pages, RANGES, bytes, mapping, parse};
 
     const SIZE: u64 = 100 * PAGE;
     const WRITTEN: u32 = 1 << 31;
@@ -251,8 +247,8 @@ mod tests {
             assert!(parse(&bytes(&pages(&wrong)), SIZE).is_err(), "{wrong:?}");
         }
         let many: Vec<_> = (0..=u32::try_from(RANGES).unwrap_or(0)).map(|page| (2 * page, 1)).collect();
-        assert_eq!(bytes(&pages(&many)).len(), HEADER + (RANGES + 1) * 8);
-        assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or cut short"));
+        assert_eq!(bytes(&pages(&many)).len(), FRAME.header_len() + (RANGES + 1) * 8);
+        assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or cut short".into()));
     }
 
     #[test]

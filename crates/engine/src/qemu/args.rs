@@ -7,14 +7,13 @@
 //!
 //! Five choices are not obvious:
 //! - RAM is anonymous as far as QEMU knows: `ram` maps the memory image there, also at the first boot, which has an
-//!   empty one. Nobody ever writes a memory file that a machine runs on, and freezing is one path, not two.
-//! - The balloon is there for free page reporting; nobody inflates it.
+//!   empty one. A memory file that a machine runs on is never written, and freezing is one path, not two.
+//! - The balloon is there for free page reporting; it is never inflated.
 //! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). Left to measure it, on a busy
 //!   host it fails, falls back to a loop that needs timer interrupts it does not get, and never boots.
 //! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 
-use super::jail::{INITRD, KERNEL};
 use crate::{
     BootSpec, VmPaths,
     layers::layer_path,
@@ -35,6 +34,20 @@ pub(super) const TOP_NODE: &str = "top";
 pub(super) const BOTTOM_NODE: &str = "layer0";
 /// Id of the disk device.
 pub(super) const DISK: &str = "disk";
+
+/// The machine's directory as a jailed monitor sees it, below the root.
+pub(super) const INSIDE: &str = "m";
+/// What a first boot needs, as a jailed monitor sees it.
+pub(super) const KERNEL: &str = "kernel";
+pub(super) const INITRD: &str = "initrd";
+
+/// The machine's directory as its monitor sees it.
+pub(super) fn seen(user: Option<u32>, paths: &VmPaths) -> PathBuf {
+    match user {
+        Some(_) => Path::new("/").join(INSIDE),
+        None => paths.dir.clone(),
+    }
+}
 
 /// The sockets of one monitor.
 #[derive(Debug, Clone)]
@@ -112,7 +125,7 @@ pub(super) fn machine_digest(shape: Shape) -> String {
 
 /// Everything after the program's name.
 pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<OsString> {
-    let dir = super::jail::seen(launch.user, launch.paths);
+    let dir = seen(launch.user, launch.paths);
     let mut args: Vec<OsString> = Vec::new();
     let mut add = |list: &[&str]| args.extend(list.iter().map(OsString::from));
     add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
@@ -160,7 +173,7 @@ pub(super) fn command_line(launch: &Launch<'_>, inherited: &Inherited) -> Vec<Os
     args
 }
 
-/// What a monitor is known by in the list of processes. Part of no guest.
+/// What a monitor is known by in the list of processes. The guest does not see it.
 pub(super) fn mark(paths: &VmPaths) -> String {
     let text = format!("{} {}", paths.dir.display(), Sockets::of(paths).qmp.display());
     text.replace(',', ",,")
@@ -169,7 +182,7 @@ pub(super) fn mark(paths: &VmPaths) -> String {
 fn netdev(inherited: &Inherited) -> String {
     match &inherited.tap {
         Some(tap) => format!("tap,id=slot,fd={}", tap.as_raw_fd()),
-        // The same device in the guest, its cable in nothing.
+        // The guest has the same device, connected to nothing.
         None => "hubport,id=slot,hubid=0".into(),
     }
 }

@@ -1,28 +1,26 @@
 //! Keeping disk chains short.
 //!
-//! Every freeze adds a layer, and a read that no layer answers asks all of them. Beyond [`FEW`] layers a
+//! Every freeze adds a layer, and a read that no layer answers asks all of them. Above [`FEW`] layers a
 //! machine copies, in the background and with a bounded rate, what its lower overlays hold into its own
 //! writable top (QEMU's `block-stream`); when that is done its chain is the raw bottom and the top. Nothing
-//! immutable is written, and relatives do not notice; the price is that the copied clusters are shared no
-//! more. A copy cut short by a freeze, an end or a crash leaves a top that is right, only larger. A freeze
+//! immutable is written, and relatives do not notice; the price is that the copied clusters are no longer
+//! shared. A copy cut short by a freeze, an end or a crash leaves a top that is right, only larger. A freeze
 //! waits for it only when the chain would reach [`MANY`].
 //!
-//! The ended copy stays listed in the monitor until the record has followed it, so a crash of ours loses
+//! The ended copy stays listed in the monitor until the record has followed it, so a crash of the node loses
 //! nothing.
 
-use super::{args::BOTTOM_NODE, machine::Running};
-use crate::{
-    EngineError, Result,
-    layers::layer_path,
-    process::{blocking, remove_file},
-    record::Record,
+use super::{
+    args::BOTTOM_NODE,
+    running::{QemuVm, Record},
 };
+use crate::{EngineError, Result, fsutil::remove_file, layers::layer_path, process::blocking};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// From here a machine shortens its chain.
-pub(super) const FEW: usize = 8;
-/// From here a freeze waits until that is done.
+/// Above this many layers a machine shortens its chain.
+const FEW: usize = 8;
+/// From this many layers on a freeze waits until that is done.
 const MANY: usize = 32;
 /// Bytes a second.
 const RATE: u64 = 256 << 20;
@@ -32,55 +30,54 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// How long a cancelled one may.
 const CANCEL: Duration = Duration::from_secs(30);
 
-/// Starts to shorten the chain if it is long. Errors are not the caller's: the next one tries again.
-pub(super) async fn shorten(machine: &Running, record: &Record) {
+/// Starts to shorten the chain if it is long. On an error the next call tries again.
+pub(super) async fn shorten(vm: &QemuVm, record: &Record) {
     if record.layers.len() <= FEW {
         return;
     }
-    let arguments = json!({"job-id": JOB, "device": record.top_node, "base-node": BOTTOM_NODE, "backing-file": "",
+    let arguments = json!({"job-id": JOB, "device": record.engine.top_node, "base-node": BOTTOM_NODE, "backing-file": "",
         "speed": RATE, "on-error": "report", "auto-dismiss": false});
-    if let Err(error) = machine.monitor.qmp.run("block-stream", arguments).await {
-        tracing::warn!(dir = %machine.paths.dir.display(), %error, "the disk chain stays long");
+    if let Err(error) = vm.backend.monitor.qmp.run("block-stream", arguments).await {
+        tracing::warn!(dir = %vm.paths.dir.display(), %error, "the disk chain stays long");
     }
 }
 
 /// Ends a copy that runs (waits for it if the chain is very long) and brings the record up to date.
-pub(super) async fn settle(machine: &Running, record: &mut Record) -> Result<()> {
+pub(super) async fn wait_short_enough(vm: &QemuVm, record: &mut Record) -> Result<()> {
     if record.layers.len() <= FEW {
         return Ok(());
     }
-    let qmp = &machine.monitor.qmp;
+    let qmp = &vm.backend.monitor.qmp;
     let patience = if record.layers.len() < MANY {
-        if job(machine).await? == Job::Runs {
+        if job(vm).await? == Job::Runs {
             // It may have ended since.
             let _ = qmp.run("block-job-cancel", json!({"device": JOB})).await;
         }
         CANCEL
     } else {
-        if job(machine).await? == Job::None {
-            shorten(machine, record).await;
+        if job(vm).await? == Job::None {
+            shorten(vm, record).await;
         }
         PATIENCE
     };
     let started = Instant::now();
-    while job(machine).await? == Job::Runs {
+    while job(vm).await? == Job::Runs {
         if started.elapsed() > patience {
             return Err(EngineError::Monitor("does not finish shortening its disk".into()));
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
-    follow(machine, record).await
+    follow(vm, record).await
 }
 
-/// Makes the record tell the chain that QEMU has after a copy has ended, and removes the names of layers that
-/// it no longer reads. The ended job waits in the monitor until this has been done, over a restart of ours
-/// too, and no freeze comes between: what it copied is every layer that the record names above the bottom.
-pub(super) async fn follow(machine: &Running, record: &mut Record) -> Result<()> {
-    match job(machine).await? {
+/// Makes the record name the layers that QEMU has after a copy has ended, and removes those that it no longer reads. The ended job waits in the monitor until this has been done, also over a restart of
+/// the node, and no freeze comes between: what it copied is every layer that the record names above the bottom.
+pub(super) async fn follow(vm: &QemuVm, record: &mut Record) -> Result<()> {
+    match job(vm).await? {
         Job::Ended { copied: true } => {
             let dropped = record.layers.split_off(1.min(record.layers.len()));
-            record.save(&machine.paths)?;
-            let dir = machine.paths.dir.clone();
+            record.save(&vm.paths)?;
+            let dir = vm.paths.dir.clone();
             blocking(move || {
                 dropped.iter().try_for_each(|layer| remove_file(&layer_path(&dir, &layer.name)))
             })
@@ -89,7 +86,7 @@ pub(super) async fn follow(machine: &Running, record: &mut Record) -> Result<()>
         Job::Ended { copied: false } => {}
         Job::Runs | Job::None => return Ok(()),
     }
-    machine.monitor.qmp.run("job-dismiss", json!({"id": JOB})).await?;
+    vm.backend.monitor.qmp.run("job-dismiss", json!({"id": JOB})).await?;
     Ok(())
 }
 
@@ -100,8 +97,8 @@ enum Job {
     Ended { copied: bool },
 }
 
-async fn job(machine: &Running) -> Result<Job> {
-    Ok(find_job(&machine.monitor.qmp.run("query-jobs", json!({})).await?))
+async fn job(vm: &QemuVm) -> Result<Job> {
+    Ok(find_job(&vm.backend.monitor.qmp.run("query-jobs", json!({})).await?))
 }
 
 fn find_job(jobs: &Value) -> Job {

@@ -4,16 +4,12 @@
 #[path = "../../tests/guest/mod.rs"]
 mod guest;
 
-use super::{
-    Qemu, QemuConfig,
-    memory::locate,
-    thaw::{QemuFrozen, WaitingVm},
-};
-use crate::{Frozen, layers::layer_path, prepared::Waiting, steps::Stopwatch};
+use super::{Qemu, QemuConfig, frozen::QemuFrozen, ram_copy::locate, waiting::WaitingVm};
+use crate::{Frozen, layers::layer_path, prepared::Waiting};
 use anyhow::{Context, Result, ensure};
 use guest::{SHAPE, qemu_lab};
 use keiki_snapshot::{Format, MEMORY_FILE};
-use keiki_sys::pages::read_memory;
+use keiki_sys::{pages::read_memory, stopwatch::Stopwatch};
 use serde_json::{Value, json};
 use std::{
     fs::File,
@@ -92,7 +88,7 @@ async fn two_thaws_of_one_frozen_machine_are_equal_before_they_run() -> Result<(
             other => Err(other),
         })?;
         frozen.fill(&paths, &mut vm, &mut Stopwatch::start()).await?;
-        let ram = ram(&paths.dir, vm.monitor.process.pid())?;
+        let ram = ram(&paths.dir, vm.monitor.process().pid())?;
         seen.push((ram, format!("json:{}", chain(&paths.dir, &vm)), vm));
     }
     let image = lab_digest(&frozen.image().dir.join(MEMORY_FILE))?;

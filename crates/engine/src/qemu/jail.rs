@@ -1,7 +1,7 @@
 //! What a monitor may touch, should its guest take it over.
 //!
-//! Every monitor runs as a user of its own, without capabilities, in a mount namespace that holds the host's
-//! programs and libraries, read-only, and the machine's directory as [`INSIDE`]:
+//! Every monitor runs as another user, without capabilities, in a mount namespace that holds the host's programs
+//! and libraries, read-only, and the machine's directory as [`INSIDE`]:
 //!
 //! ```text
 //! /usr, /lib …          read-only
@@ -14,46 +14,51 @@
 //! /ram.so               root's, see `ram`
 //! ```
 //!
-//! Sockets and the tap are opened by the node and inherited, so the run directory is out of its reach: no name
-//! in there can be swapped for that of another socket. What a monitor wrote becomes a base file only as a copy
+//! Sockets and the tap are opened by the node and inherited, so the run directory is out of its reach: it cannot
+//! replace a socket there. What a monitor wrote becomes a base file only as a copy
 //! that is root's (a reflink), because the monitor still holds the descriptor it wrote with.
 //!
-//! Each runs as another user: it can neither signal nor trace its siblings, and task limits count by machine.
+//! As another user it can neither signal nor trace its siblings, and task limits count by machine.
 //!
 //! Without root there is no jail, and [`crate::Capabilities`] says so.
 
-use super::{Host, args::Launch};
-use crate::{EngineError, Result, VmPaths, users::USERS};
+use super::{
+    args::{INITRD, INSIDE, KERNEL, Launch},
+    host::Host,
+};
+use crate::{
+    EngineError, Result, VmPaths,
+    layers::make_layers_dir,
+    users::{USERS, User, close},
+};
 use keiki_sys::{
     jail::{Jail, Limits, make_root},
     process::{Process, Setup},
 };
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, Instant},
 };
-
-/// Where a monitor sees its machine's directory.
-const INSIDE: &str = "m";
-/// Where it sees what a first boot needs.
-pub(super) const KERNEL: &str = "kernel";
-pub(super) const INITRD: &str = "initrd";
 
 /// Descriptors: a chain of layers, sockets, eventfds.
 const FILES: u64 = 1024;
 /// Threads: vCPUs, and up to 64 for its input and output.
 const TASKS: u64 = 512;
-/// How long a jailed program may take to tell its version.
+/// How long a jailed program may take to print its version.
 const PROBE: Duration = Duration::from_secs(10);
 /// The node must be the last to go.
 const OOM_SCORE_ADJ: i16 = 500;
 
-/// The machine's directory as its monitor sees it.
-pub(super) fn seen(user: Option<u32>, paths: &VmPaths) -> PathBuf {
-    match user {
-        Some(_) => Path::new("/").join(INSIDE),
-        None => paths.dir.clone(),
+/// A user for a new monitor, if this engine jails. Its directories are closed to others.
+pub(super) fn user(host: &Host, paths: &VmPaths) -> Result<Option<User>> {
+    let Some(first) = host.config.common.first_user else { return Ok(None) };
+    let user = host.users.draw(first)?;
+    close(&paths.run_dir, 0o700, None)?;
+    make_layers_dir(&paths.dir)?;
+    for dir in [paths.dir.clone(), paths.dir.join(keiki_snapshot::LAYERS_DIR)] {
+        close(&dir, 0o710, Some(user.id()))?;
     }
+    Ok(Some(user))
 }
 
 /// The root of all jails: each mounts over it in a namespace of its own.
@@ -102,7 +107,7 @@ pub(super) fn build(host: &Host, user: u32, launch: &Launch<'_>) -> Result<Jail>
     let limits = Limits {
         files: FILES,
         tasks: TASKS,
-        // The top layer: the disk at worst, and what tells where its parts are.
+        // The top layer: at worst the disk and its tables.
         file_bytes: disk.saturating_mul(2).saturating_add(64 << 20),
         oom_score_adj: OOM_SCORE_ADJ,
     };

@@ -1,13 +1,14 @@
 //! A connection to a monitor's control socket (QMP: JSON, one message a line).
 
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, process::Task};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::{
     collections::HashMap,
     io,
     path::Path,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -19,7 +20,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The longest message believed.
+/// The longest message that is read.
 const MAX_LINE: u64 = 4 << 20;
 /// How long an answer may take: a snapshot of a disk flushes it.
 const ANSWER: Duration = Duration::from_secs(60);
@@ -34,7 +35,7 @@ pub(super) struct Qmp {
     next: AtomicU64,
     /// Why the machine shut down, once it said so.
     shutdown: watch::Receiver<Option<String>>,
-    _reader: crate::process::Task,
+    _reader: Task,
 }
 
 impl Qmp {
@@ -66,17 +67,17 @@ impl Qmp {
         let mut reader = BufReader::new(reader);
         let greeting = line(&mut reader).await.map_err(lost)?;
         if greeting.get("QMP").is_none() {
-            return Err(EngineError::Monitor("greeted in another language".into()));
+            return Err(EngineError::Monitor("does not speak QMP".into()));
         }
         let waiting: Waiting = Arc::new(Mutex::new(Some(HashMap::new())));
-        let (told, shutdown) = watch::channel(None);
-        let task = tokio::spawn(read_all(reader, Arc::clone(&waiting), told));
+        let (set_shutdown, shutdown) = watch::channel(None);
+        let task = tokio::spawn(read_all(reader, Arc::clone(&waiting), set_shutdown));
         let qmp = Self {
             writer: tokio::sync::Mutex::new(writer),
             waiting,
             next: AtomicU64::new(1),
             shutdown,
-            _reader: crate::process::Task(task),
+            _reader: Task(task),
         };
         qmp.run("qmp_capabilities", json!({})).await?;
         Ok(qmp)
@@ -86,7 +87,7 @@ impl Qmp {
     pub(super) async fn run(&self, command: &str, arguments: Value) -> Result<Value> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
-        match lock(&self.waiting).as_mut() {
+        match self.waiting.lock().as_mut() {
             Some(waiting) => drop(waiting.insert(id, answer)),
             None => return Err(EngineError::Monitor("closed its control socket".into())),
         }
@@ -100,7 +101,7 @@ impl Qmp {
             }),
             Ok(Err(_)) => Err(EngineError::Monitor(format!("closed its control socket during {command}"))),
             Err(_) => {
-                if let Some(waiting) = lock(&self.waiting).as_mut() {
+                if let Some(waiting) = self.waiting.lock().as_mut() {
                     waiting.remove(&id);
                 }
                 Err(EngineError::Monitor(format!("did not answer {command} within {} s", ANSWER.as_secs())))
@@ -112,10 +113,6 @@ impl Qmp {
     pub(super) fn shutdown_reason(&self) -> Option<String> {
         self.shutdown.borrow().clone()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn lost(error: io::Error) -> EngineError {
@@ -131,7 +128,7 @@ async fn line(reader: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Value> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Hands answers to who waits and keeps what events tell, until the connection ends.
+/// Hands answers to their callers and keeps the reason of a shutdown, until the connection ends.
 async fn read_all(
     mut reader: impl AsyncBufRead + Unpin,
     waiting: Waiting,
@@ -148,13 +145,13 @@ async fn read_all(
             continue;
         }
         let Some(id) = message.get("id").and_then(Value::as_u64) else { continue };
-        let Some(answer) = lock(&waiting).as_mut().and_then(|waiting| waiting.remove(&id)) else { continue };
+        let Some(answer) = waiting.lock().as_mut().and_then(|waiting| waiting.remove(&id)) else { continue };
         let outcome = match message.pointer("/error/desc").and_then(Value::as_str) {
             Some(why) => Err(EngineError::Monitor(why.into())),
             None => Ok(message.get_mut("return").map(Value::take).unwrap_or_default()),
         };
-        // Who waited may have given up.
+        // The caller may have given up.
         let _ = answer.send(outcome);
     }
-    *lock(&waiting) = None;
+    *waiting.lock() = None;
 }

@@ -1,7 +1,11 @@
 //! The library that gives QEMU's guest RAM its image, see `preload/ram.rs` and RFD 007.
 
-use super::{Host, args::Launch, jail};
-use crate::{EngineError, Result, users::show};
+use super::{
+    args::{Launch, seen},
+    host::Host,
+    jail,
+};
+use crate::{EngineError, Result, users::chmod_readable};
 use keiki_snapshot::MEMORY_FILE;
 use std::{fs, path::PathBuf, process::Command};
 
@@ -19,17 +23,17 @@ fn install(host: &Host) -> Result<()> {
     fs::create_dir_all(jail::root(host)).map_err(failed())?;
     let new = path.with_extension(uuid::Uuid::now_v7().simple().to_string());
     fs::write(&new, LIBRARY).and_then(|()| fs::rename(&new, &path)).map_err(failed())?;
-    show(&path)
+    chmod_readable(&path)
 }
 
-/// Tells the loader of it, and it of the image.
+/// Makes the loader load it, and gives it the image.
 pub(super) fn preload(host: &Host, launch: &Launch<'_>, command: &mut Command) -> Result<()> {
     install(host)?;
     let library = match launch.user {
         Some(_) => PathBuf::from("/").join(NAME),
         None => path(host),
     };
-    let image = jail::seen(launch.user, launch.paths).join(MEMORY_FILE);
+    let image = seen(launch.user, launch.paths).join(MEMORY_FILE);
     let bytes = u64::from(launch.shape.memory_mib) << 20;
     command.env("LD_PRELOAD", library).env("KEIKI_RAM", image).env("KEIKI_RAM_BYTES", bytes.to_string());
     Ok(())

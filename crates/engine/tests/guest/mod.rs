@@ -9,11 +9,11 @@
 
 use anyhow::{Context, Result, bail};
 use keiki_engine::{
-    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, Steps, VmPaths,
+    BootSpec, Common, Engine, FreezeReport, Frozen, Machine, VmPaths,
     kvm::{Kvm, KvmConfig},
     qemu::{Qemu, QemuConfig},
 };
-use keiki_sys::process::Process;
+use keiki_sys::{process::Process, stopwatch::Steps};
 use keiki_testing::skip;
 use keiki_types::Shape;
 use std::{

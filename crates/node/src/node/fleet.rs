@@ -4,19 +4,16 @@
 //! A machine begins as a VM that is prepared over a memory image ([`Fleet::prepare`]) and thawed into
 //! ([`Fleet::thaw`]), or, while a template is baked, with a boot. Whatever fails, nothing of it is left.
 
-use super::Sharing;
 use crate::{
     admission::{Admission, DiskRoom, Ticket},
     error::{Error, Result},
     sandbox::Live,
     store::{Store, make_dir},
 };
-use keiki_engine::{
-    BootSpec, Engine, EngineError, Frozen, Image, Machine, PreparedVm, SharingScope, VmPaths,
-};
+use keiki_engine::{BootSpec, Engine, EngineError, Frozen, Image, Machine, PreparedVm, VmPaths};
 use keiki_net::Slot;
 use keiki_sys::stopwatch::Stopwatch;
-use keiki_types::{SandboxId, Shape};
+use keiki_types::{SandboxId, Shape, Sharing};
 use std::{path::Path, sync::Arc, time::Duration};
 use tokio::sync::Semaphore;
 
@@ -108,13 +105,7 @@ impl Fleet {
 
     /// Opens a frozen machine whose memory may be shared in this scope, and in none wider than the node's.
     pub async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>> {
-        let scope = match (self.sharing, sharing) {
-            (Sharing::None, _) | (_, Sharing::None) => SharingScope::None,
-            (Sharing::Node, Sharing::Node) => SharingScope::Node,
-            // A node has one workspace.
-            _ => SharingScope::Workspace("default".into()),
-        };
-        let loaded = self.engine.load(dir, scope).await;
+        let loaded = self.engine.load(dir, sharing.min(self.sharing)).await;
         loaded.map_err(|error| engine_error("the snapshot cannot be loaded", error))
     }
 

@@ -37,7 +37,7 @@ use bytes::Bytes;
 use futures::stream::BoxStream;
 use keiki_api::{Previews, Secret, request};
 use keiki_types::{
-    EngineKind, SandboxId, SnapshotId, Status, TemplateName,
+    EngineKind, SandboxId, Sharing, SnapshotId, Status, TemplateName,
     api::{
         self, Build, BuildTemplate, CreateSandbox, EventKind, ForkSandbox, Forked, Lifecycle, Promote,
         Promoted, SetLifecycle, Snapshot, Template, Timings, Version,
@@ -95,17 +95,6 @@ pub struct Config {
     pub snapshot_refuse_age: Option<Duration>,
     /// End every sandbox and unmount the store when the node stops.
     pub ephemeral: bool,
-}
-
-/// The widest scope in which machines share the memory that they were thawed from, until they write it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sharing {
-    /// Machines of one template with all of the node; of one snapshot within the workspace.
-    Node,
-    /// Within the workspace.
-    Workspace,
-    /// Each has its own copy.
-    None,
 }
 
 /// The daemon, without HTTP. Cheap to clone.

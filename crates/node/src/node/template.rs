@@ -8,7 +8,7 @@
 //!
 //! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
 
-use super::{Inner, Sharing, bake::Recipe, fleet::Prepared, sources::Hold};
+use super::{Inner, bake::Recipe, fleet::Prepared, sources::Hold};
 use crate::{
     error::{Error, Result},
     records::{TemplateRecord, rfc3339},
@@ -19,7 +19,7 @@ use keiki_engine::Frozen;
 use keiki_image::{Builder, Catalog, TemplateSpec};
 use keiki_sys::{error_chain, failpoint};
 use keiki_types::{
-    SandboxId, Shape, TemplateName,
+    SandboxId, Shape, Sharing, TemplateName,
     api::{Build, BuildTemplate, Template},
 };
 use parking_lot::{Mutex, MutexGuard};

@@ -4,7 +4,7 @@ use super::RESTORE_DISK_BYTES;
 use crate::{
     error::{Error, Result},
     node::{
-        Inner, Sharing,
+        Inner,
         births::{Births, Draft},
         secrets,
     },
@@ -16,7 +16,7 @@ use keiki_api::request;
 use keiki_engine::Frozen;
 use keiki_sys::{failpoint::arm, stopwatch::Stopwatch};
 use keiki_types::{
-    Origin, SandboxId, Shape, SnapshotId, Status, TemplateName,
+    Origin, SandboxId, Shape, Sharing, SnapshotId, Status, TemplateName,
     api::{self, CreateSandbox},
 };
 use std::{collections::BTreeMap, sync::Arc};

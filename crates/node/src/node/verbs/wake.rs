@@ -4,11 +4,11 @@ use super::RESTORE_DISK_BYTES;
 use crate::{
     error::Result,
     lifecycle::{Decision, Verb},
-    node::{Inner, Sharing, births::Births, secrets},
+    node::{Inner, births::Births, secrets},
     sandbox::Sandbox,
 };
 use keiki_sys::{failpoint::arm, stopwatch::Stopwatch};
-use keiki_types::{SandboxId, api};
+use keiki_types::{SandboxId, Sharing, api};
 use std::sync::Arc;
 
 impl Inner {

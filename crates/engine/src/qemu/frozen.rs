@@ -1,30 +1,30 @@
-//! Thaw: a new machine that goes on where a frozen one stands.
+//! A frozen machine, and its thaw.
 //!
-//! A prepared VM is a monitor started ahead: RAM mapped from the image (privately, no page of it touched), an empty
-//! top layer without backing, sockets, waiting for a state. A thaw gives the directory its own names of every
-//! file, puts the chain under the top, loads the device state, and lets the vCPUs run. The machine then
-//! needs nothing of the frozen directory any more.
+//! A thaw gives the directory of a prepared VM its own names of every file, puts the chain under the top, loads the
+//! device state, and lets the vCPUs run. The machine then needs nothing of the frozen directory any more.
 
 use super::{
-    Host, args, chain, disk, jail,
-    machine::{QemuMachine, assemble},
-    process::Monitor,
+    args::{TOP_NODE, seen},
+    chain, disk,
+    host::Host,
+    monitor::Monitor,
+    running::{QemuVm, assemble},
+    waiting::WaitingVm,
 };
 use crate::{
-    EngineError, Frozen, Image, Machine, PreparedVm, Result, Steps, VmPaths,
-    files::{persist, take_memory},
-    layers::{layer_path, make_layers_dir, make_top, new_name},
+    EngineError, Frozen, Image, Machine, PreparedVm, Result, VmPaths,
+    files::persist,
+    fsutil::{link, remove_file},
+    layers::layer_path,
     prepared::Waiting,
-    process::{blocking, remove_file},
-    record::{self, Layer, Record},
-    steps::Stopwatch,
-    users,
+    process::blocking,
+    record::{self, Layer},
 };
 use async_trait::async_trait;
-use keiki_snapshot::{Format, MEMORY_FILE, Manifest, STATE_FILE};
+use keiki_snapshot::{Format, Manifest, STATE_FILE};
+use keiki_sys::stopwatch::{Steps, Stopwatch};
 use serde_json::{Value, json};
 use std::{
-    fs,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -33,74 +33,8 @@ use std::{
 /// How long loading a device state may take.
 const LOAD: Duration = Duration::from_secs(30);
 
-/// How long a monitor that failed may take to end by itself.
-const LAST_WORDS: Duration = Duration::from_millis(300);
-
-/// A monitor that waits for a state.
-pub(crate) struct WaitingVm {
-    pub(super) record: Record,
-    pub(super) monitor: Monitor,
-}
-
-impl WaitingVm {
-    pub(crate) fn is_alive(&self) -> bool {
-        self.monitor.has_ended().is_none()
-    }
-
-    pub(crate) fn kill(&self, dir: &Path) -> Result<()> {
-        self.monitor.process.kill().map_err(EngineError::at("end the monitor of", dir))
-    }
-
-    /// Kills it and waits until it is gone.
-    pub(crate) async fn end(&self) -> Result<()> {
-        self.monitor.kill().await
-    }
-}
-
-/// Starts a monitor for this image.
-pub(super) async fn prepare(host: &Arc<Host>, image: &Image, paths: VmPaths) -> Result<PreparedVm> {
-    match start_waiting(host, image, &paths).await {
-        Ok(waiting) => Ok(PreparedVm::new(image, paths, Waiting::Qemu(Box::new(waiting)))),
-        Err(error) => {
-            record::clear(&paths)?;
-            Err(error)
-        }
-    }
-}
-
-async fn start_waiting(host: &Arc<Host>, image: &Image, paths: &VmPaths) -> Result<WaitingVm> {
-    let user = users::settle(&host.config.common, &host.users, paths)?;
-    let id = user.as_ref().map(users::User::id);
-    let top = new_name(Format::Qcow2);
-    let path = layer_path(&paths.dir, &top);
-    let memory = paths.dir.join(MEMORY_FILE);
-    let job = (Arc::clone(host), image.clone(), paths.dir.clone(), path, memory);
-    blocking(move || {
-        let (host, image, dir, path, memory) = job;
-        make_layers_dir(&dir)?;
-        take_memory(&image, &memory)?;
-        make_top(&host.config.common, image.shape.disk_mib, &path, id)
-    })
-    .await?;
-    let launch = args::Launch { shape: image.shape, paths, user: id, top: &top, boot: None, tsc_khz: None };
-    let monitor = Monitor::start(host, &launch, user).await?;
-    let record = Record {
-        version: record::VERSION,
-        pid: monitor.process.pid(),
-        start_time: monitor.process.start_time(),
-        shape: image.shape,
-        layers: Vec::new(),
-        top,
-        top_node: args::TOP_NODE.into(),
-        next_top: None,
-        unsure: false,
-        paused: false,
-        waiting: true,
-        user: id,
-    };
-    record.save(paths)?;
-    Ok(WaitingVm { record, monitor })
-}
+/// How long a monitor that failed may take to end.
+const END: Duration = Duration::from_millis(300);
 
 /// Ends a monitor that will not be a machine.
 async fn end(monitor: Monitor, paths: VmPaths) {
@@ -124,7 +58,7 @@ impl QemuFrozen {
         Self { host: Arc::clone(host), image, manifest }
     }
 
-    /// With memory of which each machine has a copy.
+    /// If `alone`, each machine has its own copy of the memory.
     pub(super) fn alone(mut self, alone: bool) -> Self {
         self.image.alone = alone;
         self
@@ -141,23 +75,21 @@ impl QemuFrozen {
         let (from, to, layers) = (self.image.dir.clone(), paths.dir.clone(), self.manifest.layers.clone());
         blocking(move || {
             for layer in layers {
-                let new = layer_path(&to, &layer.name);
-                fs::hard_link(layer_path(&from, &layer.name), &new).map_err(EngineError::at("link", &new))?;
+                link(&layer_path(&from, &layer.name), &layer_path(&to, &layer.name))?;
             }
-            let state = to.join(STATE_FILE);
-            fs::hard_link(from.join(STATE_FILE), &state).map_err(EngineError::at("link", &state))
+            link(&from.join(STATE_FILE), &to.join(STATE_FILE))
         })
         .await?;
-        watch.step("link");
-        let dir = jail::seen(record.user, paths);
+        watch.lap("link");
+        let dir = seen(record.user, paths);
         self.attach_chain(&dir, &record.top, monitor).await?;
-        watch.step("disk");
+        watch.lap("disk");
         let channel = json!({"transport": "file", "filename": dir.join(STATE_FILE), "offset": 0});
         let channels = json!({"channels": [{"channel-type": "main", "addr": channel}]});
         monitor.qmp.run("migrate-incoming", channels).await?;
         loaded(monitor).await?;
         remove_file(&paths.dir.join(STATE_FILE))?;
-        watch.step("load");
+        watch.lap("load");
         let layers = self.manifest.layers.iter();
         record.layers =
             layers.map(|layer| Layer { name: layer.name.clone(), format: layer.format }).collect();
@@ -178,7 +110,7 @@ impl QemuFrozen {
             monitor.qmp.run("blockdev-add", add).await?;
             below = node;
         }
-        let top = disk::top_node(args::TOP_NODE, &layer_path(dir, top), Some(&below));
+        let top = disk::top_node(TOP_NODE, &layer_path(dir, top), Some(&below));
         monitor.qmp.run("blockdev-reopen", json!({"options": [top]})).await?;
         Ok(())
     }
@@ -224,16 +156,16 @@ impl Frozen for QemuFrozen {
         let started = match machine {
             Ok(machine) => start(&machine).await.map(|()| machine),
             Err((monitor, error)) => {
-                // Its last words say more than that its socket closed.
-                let ended = tokio::time::timeout(LAST_WORDS, monitor.wait()).await;
+                // How it ended says more than that its socket closed.
+                let ended = tokio::time::timeout(END, monitor.wait()).await;
                 let error = ended.map_or(error, EngineError::Ended);
                 end(monitor, paths).await;
                 return Err(error);
             }
         };
-        watch.step("run");
+        watch.lap("run");
         let machine = started?;
-        Ok((Box::new(machine), watch.done()))
+        Ok((Box::new(machine), watch.into_steps()))
     }
 
     async fn persist(&self) -> Result<Manifest> {
@@ -242,21 +174,21 @@ impl Frozen for QemuFrozen {
     }
 }
 
-async fn start(machine: &QemuMachine) -> Result<()> {
-    let monitor = &machine.0.monitor;
+async fn start(vm: &Arc<QemuVm>) -> Result<()> {
+    let monitor = &vm.backend.monitor;
     let run = async {
         monitor.qmp.run("cont", json!({})).await?;
-        // One more turn of the monitor's loop: in it the guest is told that its agent port has closed. A
-        // connection made before would hide that from it.
+        // One more round of the monitor's loop, in which the guest learns that its agent port has closed. A connection
+        // made before would hide that from it.
         monitor.qmp.run("query-status", json!({})).await?;
-        chain::shorten(&machine.0, &*machine.0.record.lock().await).await;
+        chain::shorten(vm, &*vm.record.lock().await).await;
         Ok(())
     };
     match run.await {
         Ok(()) => Ok(()),
         Err(error) => {
-            let error = machine.0.explain(error);
-            machine.stop().await?;
+            let error = vm.explain(error);
+            vm.stop().await?;
             Err(error)
         }
     }

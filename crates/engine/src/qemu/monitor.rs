@@ -1,15 +1,16 @@
-//! A QEMU: started apart, and our connection to its control socket.
+//! A QEMU process and our connection to its control socket.
 
 use super::{
-    Host,
     args::{Inherited, Launch, Sockets, command_line},
-    jail, memory,
+    host::Host,
+    jail,
     qmp::Qmp,
-    ram,
+    ram, ram_copy,
 };
 use crate::{
     EngineError, Result, VmPaths, cgroup,
-    process::{Watched, blocking, remove_file},
+    fsutil::remove_file,
+    process::{Watched, blocking},
     users::User,
 };
 use keiki_protocol::net::TAP;
@@ -33,9 +34,8 @@ const START: Duration = Duration::from_secs(20);
 
 /// A monitor and our connection to it.
 pub(super) struct Monitor {
-    pub(super) process: Arc<Process>,
+    pub(super) watched: Watched,
     pub(super) qmp: Qmp,
-    watched: Watched,
     /// The user it runs as, if jailed. Held, so that no other gets it.
     _user: Option<User>,
 }
@@ -75,10 +75,10 @@ impl Monitor {
         let base = launch.paths.dir.join(MEMORY_FILE);
         let pid = process.pid();
         let on_image = move || {
-            // A loader that took the library for nothing would leave a guest with empty RAM.
+            // If the loader ignored the library, the guest would have empty RAM.
             File::open(&base)
                 .map_err(EngineError::at("open", &base))
-                .and_then(|base| memory::locate(pid, &base))
+                .and_then(|base| ram_copy::locate(pid, &base))
         };
         let checked = match monitor {
             Ok(monitor) => blocking(on_image).await.map(|_| monitor),
@@ -100,14 +100,18 @@ impl Monitor {
         pipe: Option<ChildStderr>,
         user: Option<User>,
     ) -> Result<Self> {
-        let watched = Watched::new(Arc::clone(&process), pipe.map(OwnedFd::from), || {})?;
+        let watched = Watched::new(process, pipe.map(OwnedFd::from), || {})?;
         let alive = || watched.has_ended().is_none();
         let qmp = Qmp::connect(&Sockets::of(paths).qmp, START, alive).await;
-        let qmp = qmp.map_err(|error| match watched.complaint() {
-            Some(complaint) => EngineError::Monitor(format!("did not start: {complaint}")),
+        let qmp = qmp.map_err(|error| match watched.stderr_line() {
+            Some(line) => EngineError::Monitor(format!("did not start: {line}")),
             None => error,
         })?;
-        Ok(Self { process, qmp, watched, _user: user })
+        Ok(Self { watched, qmp, _user: user })
+    }
+
+    pub(super) fn process(&self) -> &Process {
+        &self.watched.process
     }
 
     /// How it ended, if it has.
