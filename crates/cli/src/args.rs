@@ -1,6 +1,12 @@
 //! The command line: all commands, and the parser.
 
-use crate::{cmd, context::Global, env, exit};
+use crate::{
+    cmd,
+    context::{Context, Global},
+    env,
+    exit::{self, Outcome},
+    printer::Printer,
+};
 use clap::{CommandFactory, Parser, Subcommand};
 
 /// fork() for whole machines: snapshot, restore and fork Linux microVMs while they run
@@ -13,80 +19,106 @@ pub struct Cli {
     pub command: Command,
 }
 
-#[derive(Debug, Subcommand)]
-pub enum Command {
+/// The commands by their functions: those that talk to a node, then those that need none.
+macro_rules! commands {
+    (
+        $($(#[$doc:meta])* $name:ident($file:ident::$run:ident),)*
+        @local
+        $($(#[$local_doc:meta])* $local:ident($local_file:ident::$local_run:ident),)*
+    ) => {
+        #[derive(Debug, Subcommand)]
+        pub enum Command {
+            $($(#[$doc])* $name(cmd::$file::Args),)*
+            $($(#[$local_doc])* $local(cmd::$local_file::Args),)*
+            /// Print a shell completion script
+            Completion(cmd::completion::Args),
+        }
+
+        impl Cli {
+            pub async fn run(self) -> Outcome {
+                let out = Printer::new(self.global.output);
+                match self.command {
+                    $(Command::$name(args) => cmd::$file::$run(Context::new(&self.global)?, args).await,)*
+                    $(Command::$local(args) => cmd::$local_file::$local_run(out, args).await,)*
+                    Command::Completion(args) => cmd::completion::run(command(), args),
+                }
+            }
+        }
+    };
+}
+
+commands! {
     /// Create a sandbox from a template
-    Create(cmd::create::Args),
+    Create(create::run),
     /// Create a sandbox, run a command in it, and delete it
-    Run(cmd::run::Args),
+    Run(run::run),
     /// Run a command in a sandbox
-    Exec(cmd::exec::Args),
+    Exec(exec::run),
     /// List commands running in a sandbox
-    Ps(cmd::ps::Args),
+    Ps(ps::run),
     /// Attach to a command running in a sandbox
-    Attach(cmd::attach::Args),
+    Attach(attach::run),
     /// Send a signal to commands in a sandbox
-    Kill(cmd::kill::Args),
+    Kill(kill::run),
     /// Open a shell in a sandbox
-    Shell(cmd::shell::Args),
+    Shell(shell::run),
     /// Copy files between this machine and a sandbox
-    Cp(cmd::cp::Args),
+    Cp(cp::run),
     /// Forward local TCP ports to a sandbox
-    Forward(cmd::forward::Args),
+    Forward(forward::run),
     /// Watch a file or directory in a sandbox for changes
-    Watch(cmd::watch::Args),
+    Watch(watch::run),
     /// Show or set how long a sandbox lives
-    Ttl(cmd::ttl::Args),
+    Ttl(ttl::run),
     /// List sandboxes
-    Ls(cmd::ls::Args),
+    Ls(ls::run),
     /// Show details of a sandbox or snapshot
-    Inspect(cmd::inspect::Args),
+    Inspect(inspect::run),
     /// Show the log of a sandbox
-    Logs(cmd::logs::Args),
+    Logs(logs::run),
     /// Show the history of sandboxes
-    Events(cmd::events::Args),
+    Events(events::run),
     /// Show CPU and memory usage of sandboxes, live
-    Top(cmd::top::Args),
+    Top(top::run),
     /// List listening TCP ports in a sandbox
-    Ports(cmd::ports::Args),
+    Ports(ports::run),
     /// Print a browser link to a port in a sandbox
-    Url(cmd::url::Args),
+    Url(url::run),
     /// Open a port in a sandbox in the browser
-    Open(cmd::url::Args),
+    Open(url::open),
     /// Pause sandboxes, keeping them in memory
-    Pause(cmd::state::Args),
+    Pause(state::pause),
     /// Resume paused sandboxes
-    Resume(cmd::state::Args),
+    Resume(state::resume),
     /// Save sandboxes to disk and stop them
-    Hibernate(cmd::state::Args),
+    Hibernate(state::hibernate),
     /// Wake hibernated sandboxes
-    Wake(cmd::state::Args),
+    Wake(state::wake),
     /// Take a snapshot of a running sandbox
-    Snapshot(cmd::snapshot::Args),
+    Snapshot(snapshot::run),
     /// List or delete snapshots
-    Snapshots(cmd::snapshots::Args),
+    Snapshots(snapshots::run),
     /// Create a sandbox from a snapshot
-    Restore(cmd::restore::Args),
+    Restore(restore::run),
     /// Fork a running sandbox
-    Fork(cmd::fork::Args),
+    Fork(fork::run),
     /// Show the fork tree
-    Tree(cmd::tree::Args),
+    Tree(tree::run),
     /// Delete sandboxes
-    Rm(cmd::rm::Args),
+    Rm(rm::run),
     /// List, build or delete templates
-    Template(cmd::template::Args),
+    Template(template::run),
     /// Benchmark a node
-    Bench(cmd::bench::Args),
-    /// Check whether this machine can run Keiki
-    Doctor(cmd::doctor::Args),
-    /// Run the node, the daemon behind every other command
-    Node(cmd::node::Args),
+    Bench(bench::run),
     /// Demonstrate fork on a running node, checking every claim
-    Demo(cmd::demo::Args),
+    Demo(demo::run),
     /// Show the versions of keiki and the node
-    Version(cmd::version::Args),
-    /// Print a shell completion script
-    Completion(cmd::completion::Args),
+    Version(version::run),
+    @local
+    /// Check whether this machine can run Keiki
+    Doctor(doctor::run),
+    /// Run the node, the daemon behind every other command
+    Node(node::run),
 }
 
 /// The parser. Its long help lists exit codes and environment variables.
@@ -140,17 +172,17 @@ mod tests {
     fn what_follows_the_sandbox_is_the_command() {
         let cli = parse(&["exec", "--env", "A=1", "-e", "B=", "abcd", "ls", "-l", "--env", "x"]).unwrap();
         let Command::Exec(args) = cli.command else { panic!("not exec") };
-        assert_eq!(args.command, ["ls", "-l", "--env", "x"]);
+        assert_eq!(args.line.command, ["ls", "-l", "--env", "x"]);
         assert_eq!(args.options.env, [("A".into(), "1".into()), ("B".into(), String::new())]);
 
         let cli = parse(&["exec", "abcd", "--", "-x"]).unwrap();
         let Command::Exec(args) = cli.command else { panic!("not exec") };
-        assert_eq!(args.command, ["-x"]);
+        assert_eq!(args.line.command, ["-x"]);
 
         let cli = parse(&["exec", "abcd", "-t", "5m", "-c", "a | b"]).unwrap();
         let Command::Exec(args) = cli.command else { panic!("not exec") };
         assert_eq!(args.options.timeout, Some(Duration::from_secs(300)));
-        assert_eq!(args.shell.as_deref(), Some("a | b"));
+        assert_eq!(args.line.shell.as_deref(), Some("a | b"));
     }
 
     #[test]

@@ -10,20 +10,24 @@ use crate::{
 use keiki_client::{Client, SandboxId, SnapshotId};
 use std::time::Duration;
 
+/// Heading of the options that every command has.
+const GLOBAL: &str = "Global options";
+
 #[derive(Debug, Clone, clap::Args)]
 pub struct Global {
     /// Address of the node
-    #[arg(long, global = true, default_value = "http://127.0.0.1:7777")]
+    #[arg(long, global = true, help_heading = GLOBAL, default_value = "http://127.0.0.1:7777")]
     #[arg(env = env::URL, hide_env_values = true)]
     pub url: String,
     /// API key for the node
-    #[arg(long, global = true, env = env::API_KEY, hide_env_values = true)]
+    #[arg(long, global = true, help_heading = GLOBAL, env = env::API_KEY, hide_env_values = true)]
     pub api_key: Option<String>,
     /// Output format
-    #[arg(short, long, global = true, value_enum, default_value_t)]
+    #[arg(short, long, global = true, help_heading = GLOBAL, value_enum, default_value_t)]
     pub output: Format,
     /// How long to retry a create or fork while the node has no room [default: 60s]
-    #[arg(long, global = true, value_name = "DURATION", value_parser = parse_duration)]
+    #[arg(long, global = true, help_heading = GLOBAL)]
+    #[arg(value_name = "DURATION", value_parser = parse_duration)]
     pub wait: Option<Duration>,
 }
 

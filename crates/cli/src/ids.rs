@@ -16,6 +16,32 @@ pub fn short(id: impl Display) -> String {
     text.rsplit('-').next().unwrap_or(&text).to_owned()
 }
 
+/// Which ids a list shows.
+#[derive(Debug, clap::Args)]
+pub struct Shown {
+    /// Print only whole ids
+    #[arg(short, long)]
+    pub quiet: bool,
+    /// Show whole ids
+    #[arg(long)]
+    pub full: bool,
+}
+
+impl Shown {
+    /// An id in a table.
+    pub fn id(&self, id: impl Display) -> String {
+        if self.full { id.to_string() } else { short(id) }
+    }
+
+    /// Only the ids, one per line, if `--quiet`; the table otherwise.
+    pub fn list(&self, ids: impl IntoIterator<Item: Display>, table: impl FnOnce() -> String) -> String {
+        if !self.quiet {
+            return table();
+        }
+        ids.into_iter().map(|id| id.to_string()).collect::<Vec<_>>().join("\n")
+    }
+}
+
 /// Does `text` look like an id or a part of one?
 pub fn looks_like_id(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_hexdigit() || c == '-')

@@ -1,7 +1,7 @@
 //! Ages, sizes, durations and pairs, as typed and as shown.
 
 use keiki_client::api::secrets::Secret;
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
 /// `12s`, `5m`, `3h`, `2d`.
@@ -69,6 +69,11 @@ pub fn parse_pair(text: &str) -> Result<(String, String), String> {
         Some((key, value)) if !key.is_empty() => Ok((key.into(), value.into())),
         _ => Err(format!("{text:?} is not KEY=VALUE")),
     }
+}
+
+/// Pairs as a map; None if there are none.
+pub fn map<T>(pairs: Vec<(String, T)>) -> Option<BTreeMap<String, T>> {
+    (!pairs.is_empty()).then(|| pairs.into_iter().collect())
 }
 
 /// `NAME=@FILE`, or `NAME` for the value of that variable. Never the value itself: any user of this

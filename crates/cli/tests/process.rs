@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 fn keiki(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_keiki"))
         .args(arguments)
-        // Nothing listens on port 1, and no setting of whoever runs this test counts.
+        // Nothing listens on port 1, and no setting of the environment counts.
         .env_clear()
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
         .env("KEIKI_URL", "http://127.0.0.1:1")

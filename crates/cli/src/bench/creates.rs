@@ -10,18 +10,8 @@ use keiki_client::{TemplateName, api::Timings};
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// What a create does one after the other until the vCPUs run, as its step times name it.
-const TO_RUNNING: [&str; 4] = ["admit", "record", "place", "thaw"];
-
 /// The steps of the release gate.
 const GATE: [&str; 3] = ["connect", "individualize", "thaw_user"];
-
-/// From the request to running vCPUs, by the node's own clock.
-fn until_running(timings: &Timings) -> Option<f64> {
-    let thaw = timings.steps.iter().position(|step| step.name == "thaw")?;
-    let steps = timings.steps[..=thaw].iter().filter(|step| TO_RUNNING.contains(&step.name.as_str()));
-    Some(steps.map(|step| step.ms).sum())
-}
 
 /// The steps of the release gate, the guest's own among them.
 fn of_gate(timings: &Timings) -> impl Iterator<Item = (&str, f64)> {
@@ -40,9 +30,8 @@ impl Bench<'_> {
             first_event(self.client, sandbox.id).await?;
             let took = ms(start);
             samples.add(Metric::CreateFirstExec, &params, [took]);
-            let running = sandbox.timings.as_ref().and_then(until_running);
-            samples.add(Metric::RestoreStep, &params, running);
             if let Some(timings) = &sandbox.timings {
+                samples.add(Metric::RestoreStep, &params, timings.thaw_ms);
                 samples.add(Metric::Release, &params, timings.release_ms);
                 samples.add(Metric::ReleaseShare, &params, timings.release_ms.map(|ms| ms / took));
                 for (step, ms) in of_gate(timings) {
@@ -91,26 +80,14 @@ impl Bench<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{of_gate, until_running};
+    use super::of_gate;
     use keiki_client::api::{Step, Timings};
 
     #[test]
-    fn what_is_timed_within_a_step_counts_once_and_what_follows_not_at_all() {
-        let steps = [
-            ("admit", 1.0),
-            ("record", 2.0),
-            ("place", 4.0),
-            ("load", 3.0),
-            ("run", 5.0),
-            ("thaw", 8.0),
-            ("connect", 16.0),
-            ("guest:entropy", 64.0),
-            ("record", 32.0),
-        ];
+    fn the_gate_is_on_the_node_and_in_the_guest() {
+        let steps = [("thaw", 8.0), ("connect", 16.0), ("guest:entropy", 64.0), ("record", 32.0)];
         let steps = steps.map(|(name, ms)| Step { name: name.into(), ms }).into();
         let timings = Timings { steps, ..Timings::default() };
-        assert_eq!(until_running(&timings), Some(15.0));
         assert_eq!(of_gate(&timings).collect::<Vec<_>>(), [("connect", 16.0), ("guest:entropy", 64.0)]);
-        assert_eq!(until_running(&Timings::default()), None);
     }
 }

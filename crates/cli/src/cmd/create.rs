@@ -4,7 +4,7 @@ use super::undo::make_or_undo;
 use crate::{
     context::Context,
     exit::{ExitCode, Failure, Outcome},
-    text::{parse_pair, parse_secret, parse_ttl},
+    text::{map, parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
     Client,
@@ -47,12 +47,12 @@ pub struct Life {
 }
 
 impl Life {
-    pub fn request(&self) -> CreateSandbox {
+    pub fn request(self) -> CreateSandbox {
         CreateSandbox {
-            metadata: (!self.metadata.is_empty()).then(|| self.metadata.iter().cloned().collect()),
+            metadata: map(self.metadata),
             ttl_seconds: self.ttl,
             persistent: self.persistent.then_some(true),
-            secrets: (!self.secrets.is_empty()).then(|| self.secrets.iter().cloned().collect()),
+            secrets: map(self.secrets),
             ..Default::default()
         }
     }

@@ -28,12 +28,19 @@ pub struct Args {
     /// With --detach: keep standard input open, for `keiki attach --stdin`
     #[arg(long, requires = "detach")]
     pub stdin_open: bool,
-    /// Run a shell command line instead of COMMAND
-    #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
-    pub shell: Option<String>,
     /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
+    #[command(flatten)]
+    pub line: Line,
+}
+
+/// What to run.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Line {
+    /// Run a shell command line instead of COMMAND
+    #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
+    pub shell: Option<String>,
     /// Program and arguments
     #[arg(
         value_name = "COMMAND",
@@ -66,10 +73,10 @@ pub struct Options {
 
 impl Options {
     /// The request, with standard input if it is to be passed.
-    pub async fn request(&self, shell: Option<String>, command: Vec<String>) -> Result<ExecRequest, Failure> {
+    pub async fn request(&self, line: Line) -> Result<ExecRequest, Failure> {
         let mut request = ExecRequest {
-            argv: shell.is_none().then_some(command),
-            cmd: shell,
+            argv: line.shell.is_none().then_some(line.command),
+            cmd: line.shell,
             env: self.env.iter().cloned().collect(),
             cwd: self.cwd.clone(),
             user: self.user.clone(),
@@ -113,7 +120,7 @@ async fn read_stdin() -> Result<Vec<u8>, Failure> {
 
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
-    let request = args.options.request(args.shell, args.command).await?;
+    let request = args.options.request(args.line).await?;
     if args.detach {
         let request = StartExec { command: request, stdin_open: args.stdin_open, pty: None };
         let exec = unless_interrupted(async { Ok(context.client.start_exec(id, &request).await?) }).await?;
@@ -140,7 +147,7 @@ async fn streamed(client: &Client, id: SandboxId, request: &ExecRequest) -> Outc
 /// Shows the output of a command. Returns its exit code.
 pub async fn show(mut events: ExecStream) -> Outcome {
     let output = Output::start()?;
-    let carried = unless_interrupted(async {
+    let outcome = unless_interrupted(async {
         while let Some(event) = events.next().await {
             let (target, chunk) = match event? {
                 ExecEvent::Stdout(chunk) => (Target::Stdout, chunk),
@@ -154,12 +161,12 @@ pub async fn show(mut events: ExecStream) -> Outcome {
         Ok(None)
     })
     .await;
-    if let Err(Failure::Signal(_)) = carried {
+    if let Err(Failure::Signal(_)) = outcome {
         // The reader may have stalled, and the user asked to stop.
-        return carried.map(|_| 0);
+        return outcome.map(|_| 0);
     }
     output.finish().await?;
-    match carried? {
+    match outcome? {
         Some(code) => Ok(code),
         None => Err(keiki_client::Error::Interrupted.into()),
     }

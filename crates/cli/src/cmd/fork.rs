@@ -4,7 +4,7 @@ use super::{create::took, undo::make_or_undo};
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
-    text::{parse_pair, parse_secret, parse_ttl},
+    text::{map, parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
     Client,
@@ -34,9 +34,9 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
     let request = ForkSandbox {
         count: Some(args.count),
-        metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
+        metadata: map(args.metadata),
         ttl_seconds: args.ttl,
-        secrets: (!args.secrets.is_empty()).then(|| args.secrets.into_iter().collect()),
+        secrets: map(args.secrets),
     };
     let maker = context.client.clone();
     let making = async move { maker.fork(id, &request).await };

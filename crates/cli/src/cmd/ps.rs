@@ -1,6 +1,6 @@
 //! `keiki ps`.
 
-use crate::{context::Context, exit::Outcome, ids::short, printer::table, text};
+use crate::{context::Context, exit::Outcome, ids::Shown, printer::table, text};
 use keiki_client::api::execs::Exec;
 use time::OffsetDateTime;
 
@@ -12,15 +12,11 @@ pub struct Args {
     /// Sandbox id
     #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
-    /// Print only whole ids
-    #[arg(short, long)]
-    pub quiet: bool,
     /// Include commands that have exited
     #[arg(short, long)]
     pub all: bool,
-    /// Show whole ids
-    #[arg(long)]
-    pub full: bool,
+    #[command(flatten)]
+    pub shown: Shown,
 }
 
 pub async fn run(context: Context, args: Args) -> Outcome {
@@ -28,19 +24,18 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     let mut execs = context.client.execs(id).await?;
     execs.retain(|exec| args.all || exec.exit_code.is_none());
     context.out.result(&execs, || {
-        if args.quiet {
-            return execs.iter().map(|exec| exec.id.clone()).collect::<Vec<_>>().join("\n");
-        }
-        let now = OffsetDateTime::now_utc();
-        let headings = ["ID", "STATUS", "AGE", "TERMINAL", "ATTACHED", "OUTPUT", "COMMAND"];
-        table(headings, execs.iter().map(|exec| row(exec, now, args.full)))
+        args.shown.list(execs.iter().map(|exec| &exec.id), || {
+            let now = OffsetDateTime::now_utc();
+            let headings = ["ID", "STATUS", "AGE", "TERMINAL", "ATTACHED", "OUTPUT", "COMMAND"];
+            table(headings, execs.iter().map(|exec| row(exec, now, &args.shown)))
+        })
     })
 }
 
-fn row(exec: &Exec, now: OffsetDateTime, full: bool) -> [String; 7] {
+fn row(exec: &Exec, now: OffsetDateTime, shown: &Shown) -> [String; 7] {
     let yes = |is: bool| if is { "yes" } else { "-" }.to_owned();
     [
-        if full { exec.id.clone() } else { short(&exec.id) },
+        shown.id(&exec.id),
         match exec.exit_code {
             None => "running".into(),
             Some(_) if exec.timed_out => "timed out".into(),

@@ -19,24 +19,15 @@ pub struct Args {
     /// Start from a snapshot instead of a template
     #[arg(long, value_name = "SNAPSHOT")]
     pub snapshot: Option<String>,
-    /// Run a shell command line instead of COMMAND
-    #[arg(short = 'c', long, value_name = "LINE", conflicts_with = "command")]
-    pub shell: Option<String>,
     /// Template to start from [default: base]
     #[arg(long, value_name = "TEMPLATE", conflicts_with = "snapshot")]
     pub template: Option<String>,
-    /// Program and arguments
-    #[arg(
-        value_name = "COMMAND",
-        required_unless_present = "shell",
-        trailing_var_arg = true,
-        allow_hyphen_values = true
-    )]
-    pub command: Vec<String>,
+    #[command(flatten)]
+    pub line: exec::Line,
 }
 
 pub async fn run(context: Context, args: Args) -> Outcome {
-    let request = args.options.request(args.shell, args.command).await?;
+    let request = args.options.request(args.line).await?;
     let snapshot = match &args.snapshot {
         Some(text) => Some(context.snapshot_id(text).await?.to_string()),
         None => None,

@@ -1,7 +1,7 @@
 //! `keiki snapshots`.
 
 use super::rm::remove_all;
-use crate::{context::Context, exit::Outcome, ids::short, printer::table, text};
+use crate::{context::Context, exit::Outcome, ids::Shown, printer::table, text};
 use keiki_client::api::Stale;
 use time::OffsetDateTime;
 
@@ -27,12 +27,8 @@ pub struct List {
     /// Only snapshots of this sandbox
     #[arg(long, value_name = "SANDBOX")]
     pub sandbox: Option<String>,
-    /// Print only whole ids
-    #[arg(short, long)]
-    pub quiet: bool,
-    /// Show whole ids
-    #[arg(long)]
-    pub full: bool,
+    #[command(flatten)]
+    pub shown: Shown,
 }
 
 #[derive(Debug, clap::Args)]
@@ -64,16 +60,11 @@ async fn list(context: Context, args: List) -> Outcome {
     };
     let snapshots = context.client.snapshots(of).await?;
     context.out.result(&snapshots, || {
-        if args.quiet {
-            let ids: Vec<String> = snapshots.iter().map(|snapshot| snapshot.id.to_string()).collect();
-            return ids.join("\n");
-        }
         let now = OffsetDateTime::now_utc();
-        let name = |id: String| if args.full { id } else { short(id) };
         let rows = snapshots.iter().map(|snapshot| {
             [
-                name(snapshot.id.to_string()),
-                name(snapshot.sandbox_id.to_string()),
+                args.shown.id(snapshot.id),
+                args.shown.id(snapshot.sandbox_id),
                 snapshot.template.clone(),
                 text::age(&snapshot.created_at, now),
                 text::bytes(snapshot.size_bytes),
@@ -81,7 +72,8 @@ async fn list(context: Context, args: List) -> Outcome {
                 stale(&snapshot.stale),
             ]
         });
-        table(["ID", "SANDBOX", "TEMPLATE", "AGE", "SIZE", "ENGINE", "STALE"], rows)
+        let headings = ["ID", "SANDBOX", "TEMPLATE", "AGE", "SIZE", "ENGINE", "STALE"];
+        args.shown.list(snapshots.iter().map(|snapshot| snapshot.id), || table(headings, rows))
     })
 }
 
