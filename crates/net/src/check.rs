@@ -1,30 +1,29 @@
-//! What `doctor` says about the network of this machine.
+//! The network checks of `keiki doctor`.
 
 use crate::{
-    cidr::{Cidr, NodeTag, Range},
     dns::Upstream,
     host,
     netlink::Net,
+    range::{Cidr, NodeTag, Range},
     rules,
     slot::on_own_runtime,
 };
 use keiki_sys::{netns, tap};
 
-/// One thing looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
-    /// What.
+    /// What was checked.
     pub name: &'static str,
-    /// Fine?
+    /// Whether it is as it should be.
     pub ok: bool,
-    /// What was seen.
+    /// What was found.
     pub detail: String,
-    /// What to do if it is not fine.
+    /// What to do if it is not.
     pub remedy: Option<String>,
 }
 
-/// Looks at everything that slots in `range` need, as node `tag` if it is known. What it makes to try, it
-/// removes. Blocks.
+/// Checks everything that slots in `range` need, as node `tag` if it is known. Removes what it creates for that. Blocks.
 #[must_use]
 pub fn check(range: Cidr, tag: Option<&NodeTag>) -> Vec<Check> {
     vec![nftables(), namespaces(), taps(), forwarding(), forward_policy(), collision(range, tag)]
@@ -54,7 +53,7 @@ fn namespaces() -> Check {
     let made = netns::on_own_thread(|| netns::create(&name));
     let removed = netns::remove(&name);
     match made.and(removed) {
-        Ok(()) => fine(NAME, "can be made and named"),
+        Ok(()) => fine(NAME, "can be created"),
         Err(error) => bad(NAME, error.to_string(), "run as root (CAP_SYS_ADMIN and CAP_NET_ADMIN)"),
     }
 }
@@ -62,14 +61,14 @@ fn namespaces() -> Check {
 fn taps() -> Check {
     const NAME: &str = "tap devices";
     match tap::open(&format!("kkchk{}", std::process::id() % 100_000)) {
-        Ok(_) => fine(NAME, "can be made"),
+        Ok(_) => fine(NAME, "can be created"),
         Err(error) => {
-            bad(NAME, error.to_string(), "modprobe tun; run as root; pass /dev/net/tun if in a container")
+            bad(NAME, error.to_string(), "run `modprobe tun`; run as root; in a container, pass /dev/net/tun")
         }
     }
 }
 
-/// Keiki forwards per link, and switches that on for its own links and the link of the default route.
+/// Keiki turns forwarding on per link: for its own links and for the link of the default route.
 fn forwarding() -> Check {
     const NAME: &str = "forwarding";
     let exit = on_own_runtime(|| async { Net::open()?.exit().await });
@@ -79,7 +78,7 @@ fn forwarding() -> Check {
             return bad(
                 NAME,
                 "the host has no default route",
-                "sandboxes reach no internet until it has one",
+                "add a default route; without it sandboxes cannot reach the internet",
             );
         }
         Err(error) => return bad(NAME, error.to_string(), "run as root"),
@@ -88,38 +87,38 @@ fn forwarding() -> Check {
     match std::fs::read_to_string(&path).as_deref().map(str::trim) {
         Ok("1") => fine(NAME, format!("on for {link}")),
         Ok(_) => match std::fs::OpenOptions::new().write(true).open(&path) {
-            Ok(_) => fine(NAME, format!("off for {link}; a starting node switches it on")),
+            Ok(_) => fine(NAME, format!("off for {link}; the node turns it on when it starts")),
             Err(error) => bad(
                 NAME,
-                format!("off for {link}, and {path} cannot be written: {error}"),
+                format!("off for {link}, and {path} is not writable: {error}"),
                 format!("sysctl -w net.ipv4.conf.{link}.forwarding=1"),
             ),
         },
-        Err(error) => bad(NAME, error.to_string(), "mount /proc/sys writable"),
+        Err(error) => bad(NAME, error.to_string(), "mount /proc/sys read-write"),
     }
 }
 
-/// Another firewall whose forward chain drops by default drops ours too: nftables has no "accept for good".
+/// A firewall whose forward chain drops by default drops our packets too: nftables has no final accept.
 fn forward_policy() -> Check {
     const NAME: &str = "forward policy";
     let listed = match rules::nft(&["-j", "list", "chains"], "") {
         Ok(output) if output.status.success() => output.stdout,
-        _ => return bad(NAME, "not known: nft does not work here", "see nftables"),
+        _ => return bad(NAME, "unknown, because nft does not work", "see the check of nftables"),
     };
     let dropping = dropping_chains(&listed);
     if dropping.is_empty() {
-        return fine(NAME, "no other firewall drops forwarded packets by default");
+        return fine(NAME, "no firewall drops forwarded packets by default");
     }
     bad(
         NAME,
-        format!("dropped by default in {}", dropping.join(", ")),
-        "let the slots through there: with Docker `iptables -I DOCKER-USER -i 'kk-+' -j ACCEPT` and \
+        format!("forwarded packets are dropped by default in {}", dropping.join(", ")),
+        "allow the slots there: with Docker, `iptables -I DOCKER-USER -i 'kk-+' -j ACCEPT` and \
          `iptables -I DOCKER-USER -o 'kk-+' -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT`; with another \
-         firewall the same two rules in its forward chain",
+         firewall, add the same two rules to its forward chain",
     )
 }
 
-/// Names of the chains at the forward hook whose policy is drop, from `nft -j list chains`.
+/// The chains at the forward hook with policy drop, from `nft -j list chains`.
 fn dropping_chains(json: &[u8]) -> Vec<String> {
     let listed: serde_json::Value = serde_json::from_slice(json).unwrap_or_default();
     let chains = listed["nftables"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -134,12 +133,12 @@ fn dropping_chains(json: &[u8]) -> Vec<String> {
 
 fn collision(range: Cidr, tag: Option<&NodeTag>) -> Check {
     const NAME: &str = "slot range";
-    let other = "name another private range in the node's configuration";
+    let other = "set slot_range to another private range";
     let Ok(slots) = Range::new(range) else {
-        return bad(NAME, format!("{range} is no range for slots"), other);
+        return bad(NAME, format!("{range} cannot hold slots: a /8 to /28 network is needed"), other);
     };
-    let nobody = "ffff".parse::<NodeTag>();
-    let Some(tag) = tag.or(nobody.as_ref().ok()) else { return bad(NAME, "not known", other) };
+    let placeholder = "ffff".parse::<NodeTag>();
+    let Some(tag) = tag.or(placeholder.as_ref().ok()) else { return bad(NAME, "unknown", other) };
     let found = on_own_runtime(|| async {
         let resolvers = Upstream::new(None).resolvers().await;
         host::collision(&Net::open()?, slots, tag, &resolvers).await

@@ -1,66 +1,66 @@
-//! What can go wrong with slots.
+//! Errors of this crate.
 
-use crate::cidr::Cidr;
+use crate::range::Cidr;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong with slots.
+/// Why an operation on slots failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel refused a step.
     #[error("cannot {doing}")]
     Io {
-        /// The step.
+        /// What failed.
         doing: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
     /// The kernel refused a netlink request.
     #[error("cannot {doing}")]
     Netlink {
-        /// The step.
+        /// What failed.
         doing: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: rtnetlink::Error,
     },
-    /// nftables refused a ruleset.
-    #[error("nft refused the rules of {of}: {said}")]
+    /// nft rejected a ruleset.
+    #[error("nft rejected the rules of {of}: {said}")]
     Rules {
-        /// Whose.
+        /// The owner of the rules.
         of: String,
-        /// Its own words.
+        /// The first line of its message.
         said: String,
     },
     /// The range cannot hold slots.
-    #[error("slot range {0} must be a /8 to /28 network with no host bits set")]
+    #[error("slot range {0} must be a /8 to /28 network")]
     Range(Cidr),
     /// The range is in use.
     #[error("slot range {range} collides with {with}; choose another range for this node")]
     Collision {
-        /// What was asked for.
+        /// The configured range.
         range: Cidr,
-        /// What is there.
+        /// What it collides with.
         with: String,
     },
-    /// The tag is not one.
+    /// Not a node tag.
     #[error("a node tag is 4 to 6 lower-case hexadecimal characters, not `{0}`")]
     Tag(String),
-    /// Another process has this tag's slots.
-    #[error("another process runs the slots of this state directory")]
+    /// Another process holds the lock.
+    #[error("another process uses the slots of this state directory")]
     Locked,
     /// No slot is free.
     #[error("all {0} slots of the range are in use")]
     Exhausted(u32),
-    /// An adopted slot's namespace does not exist any more.
+    /// The namespace of an adopted slot is gone.
     #[error("the network namespace of slot {0} is gone")]
     Gone(u16),
-    /// The pool was stopped.
-    #[error("the slots were stopped")]
+    /// The pool is stopped.
+    #[error("the slots are stopped")]
     Stopped,
-    /// The slot is someone's already, or outside the range.
+    /// The slot is taken or outside the range.
     #[error("slot {0} is taken or outside the range")]
     Taken(u16),
 }

@@ -1,10 +1,10 @@
-//! The host's side of all slots of a node: locks, the claim on the range, the rules, the cleaning.
+//! The host side of all slots of a node: locks, the claim on the range, firewall rules, cleanup.
 
 use crate::{
-    cidr::{Cidr, NodeTag, Range},
     error::{Error, Result},
     netfilter,
     netlink::Net,
+    range::{Cidr, NodeTag, Range},
     rules,
     slot::{self, Plan},
 };
@@ -21,12 +21,12 @@ use std::{
 /// One node at a time looks for collisions and claims its range.
 const CLAIM_LOCK: &str = "/run/keiki-slots.lock";
 
-/// A lock is not believed to be another's until it was held so many times: a program that is being started has it with it
-/// for a moment, until it is executed.
+/// How often to try before another process is taken to hold the lock: a program that is being started inherits the
+/// descriptor and holds the lock until its exec.
 const TRIES: usize = 20;
 const TRY_AGAIN: Duration = Duration::from_millis(10);
 
-/// Takes the lock of a node's slots for the life of the returned file.
+/// Locks a node's slots as long as the returned file lives.
 pub(crate) async fn lock(dir: &Path) -> Result<File> {
     let path = dir.join("slots.lock");
     let doing = || format!("lock {}", path.display());
@@ -46,14 +46,14 @@ fn open_lock(path: &Path) -> std::io::Result<File> {
     OpenOptions::new().create(true).truncate(false).write(true).open(path)
 }
 
-/// Brings the host into order for these slots.
+/// Prepares the host for these slots.
 pub(crate) async fn prepare(
     plan: &Plan,
     net: &Net,
     in_use: &BTreeSet<u16>,
     resolvers: &[SocketAddr],
 ) -> Result<()> {
-    let _turn = tokio::task::spawn_blocking(claim_turn)
+    let _claim_lock = tokio::task::spawn_blocking(lock_claims)
         .await
         .map_err(|error| error.into())
         .flatten()
@@ -67,17 +67,21 @@ pub(crate) async fn prepare(
         && in_use.is_empty()
         && let Err(error) = clear(plan, net).await
     {
-        tracing::warn!(error = &error as &dyn std::error::Error, "the host's side was left half made");
+        tracing::warn!(
+            error = &error as &dyn std::error::Error,
+            "the host side of the slots could not be removed and is incomplete"
+        );
     }
     opened
 }
 
-/// Puts back what others took away: a firewall's restart flushes all tables, a new default route may leave by a
-/// link that does not forward. Cheap where nothing is missing.
+/// Restores what other programs removed: the restart of a firewall flushes all tables, and a new default route may use
+/// a link that does not forward. Cheap when nothing is missing.
 pub(crate) async fn mend(plan: &Plan, net: &Net) -> Result<()> {
-    let there = netfilter::has_table(&plan.tag.table()).map_err(Error::io("look for the node's rules"))?;
+    let there =
+        netfilter::has_table(&plan.tag.table()).map_err(Error::io("check the node's firewall rules"))?;
     if !there {
-        tracing::warn!(tag = %plan.tag, "the node's firewall rules were gone; making them again");
+        tracing::warn!(tag = %plan.tag, "the node's firewall rules are gone; restoring them");
         apply(plan, rules::host(&plan.tag, plan.range, &plan.egress)).await?;
     }
     match net.exit().await? {
@@ -95,19 +99,19 @@ async fn open(plan: &Plan, net: &Net) -> Result<()> {
     }
 }
 
-/// Removes everything of a node from the host: its rules and its claim. Its slots are gone already.
+/// Removes a node's rules and its claim from the host. Its slots are gone already.
 pub(crate) async fn clear(plan: &Plan, net: &Net) -> Result<()> {
     let claimed = net.unclaim(plan.range.cidr(), &plan.tag).await;
     apply(plan, rules::no_host(&plan.tag)).await.and(claimed)
 }
 
-/// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will not start
-/// again; a node that does cleans up by itself.
+/// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will never start again;
+/// a node that starts cleans up after itself.
 pub async fn purge(tag: &NodeTag) -> Result<()> {
     let net = Net::open()?;
     let claims = claims_of(&net, tag).await?;
     // The range matters only to the connection table, and is unknown if the claim is gone.
-    let any = Cidr::new(std::net::Ipv4Addr::new(10, 200, 0, 0), 16);
+    let any = Cidr::of(std::net::Ipv4Addr::new(10, 200, 0, 0), 16);
     let ranges = claims.iter().copied().chain(any).filter_map(|cidr| Range::new(cidr).ok());
     for range in ranges.take(claims.len().max(1)) {
         let plan = Plan { tag: tag.clone(), range, egress: rules::EgressPolicy::default() };
@@ -117,7 +121,7 @@ pub async fn purge(tag: &NodeTag) -> Result<()> {
     Ok(())
 }
 
-fn claim_turn() -> std::io::Result<File> {
+fn lock_claims() -> std::io::Result<File> {
     let file = open_lock(Path::new(CLAIM_LOCK))?;
     flock(&file, FlockOperation::LockExclusive)?;
     Ok(file)
@@ -130,7 +134,7 @@ async fn apply(plan: &Plan, ruleset: String) -> Result<()> {
         .map_err(|error| Error::io("run nft")(error.into()))?
 }
 
-/// Takes down slots of this tag that are not in use, whole or half, and claims on other ranges.
+/// Removes slots of this tag that are not in use, complete or not, and claims on other ranges.
 async fn clean(plan: &Plan, net: &Net, in_use: &BTreeSet<u16>) -> Result<()> {
     let mut found = BTreeSet::new();
     let prefix = plan.tag.netns_prefix();
@@ -139,7 +143,7 @@ async fn clean(plan: &Plan, net: &Net, in_use: &BTreeSet<u16>) -> Result<()> {
     let prefix = plan.tag.link_prefix();
     found.extend(net.links().await?.iter().filter_map(|(_, name, _)| index(name, &prefix)));
     for index in found.difference(in_use) {
-        tracing::info!(index, tag = %plan.tag, "removing a slot that an earlier run left");
+        tracing::info!(index, tag = %plan.tag, "removing a slot of an earlier run");
         plan.take_down(net, *index).await?;
     }
     for range in claims_of(net, &plan.tag).await? {
@@ -159,7 +163,7 @@ async fn claims_of(net: &Net, tag: &NodeTag) -> Result<Vec<Cidr>> {
     Ok(routes.filter(|route| route.claim.as_ref() == Some(tag)).map(|route| route.to).collect())
 }
 
-/// What on this host overlaps with the range and is not this node's own: one phrase.
+/// What on this host overlaps the range and does not belong to this node, as a phrase.
 pub(crate) async fn collision(
     net: &Net,
     range: Range,
@@ -171,21 +175,21 @@ pub(crate) async fn collision(
     let name_of =
         |index| links.iter().find(|(other, ..)| Some(*other) == index).map(|(_, name, _)| name.as_str());
     let mut routes = net.routes().await?;
-    // A claim says more than the routes of the slots in it.
+    // A claim says more than the routes of its slots.
     routes.sort_by_key(|route| route.claim.is_none());
     for route in routes {
         let link = name_of(route.link).unwrap_or("no link");
         let ours = route.claim.as_ref() == Some(tag) || link.starts_with(&tag.link_prefix());
-        if ours || route.to.prefix() == 0 || !route.to.overlaps(range) {
+        if ours || route.to.prefix_len() == 0 || !route.to.overlaps(range) {
             continue;
         }
         return Ok(Some(match &route.claim {
             Some(other) => format!("the slots of node {other} on this host ({})", route.to),
-            None => format!("the route to {} by {link}", route.to),
+            None => format!("the route to {} through {link}", route.to),
         }));
     }
     let hit = resolvers.iter().find(|resolver| match resolver.ip() {
-        IpAddr::V4(address) => range.contains(address),
+        IpAddr::V4(address) => range.contains(&address),
         IpAddr::V6(_) => false,
     });
     Ok(hit.map(|resolver| format!("the name server {}", resolver.ip())))

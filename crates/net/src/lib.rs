@@ -1,40 +1,40 @@
 //! Network slots: a pre-built network home for each sandbox.
 //!
-//! Every guest has the same address, MAC and tap name, so that any descendant of one frozen machine fits any
-//! slot. The slot around it makes it distinct:
+//! Every guest has the same address, MAC and tap name, so that any copy of a frozen machine fits any slot. The slot
+//! around it makes it distinct:
 //!
 //! ```text
 //!   guest 172.31.255.2 ── tap0 172.31.255.1 │ NAT │ up0 10.200.x.y+2 ═══ kk-TAG-N 10.200.x.y+1 │ NAT │ internet
 //!                         └──────── namespace keiki-TAG-N ─────────┘     └───────── host ──────┘
 //! ```
 //!
-//! - [`Slots`] keeps some slots built ahead, hands them out, and takes them down.
-//! - The rules of what may pass are in `rules`; the name server at the gateway is in `dns`.
-//! - Names follow from the node's tag and the slot's index, so that a node finds what an earlier run of it left
-//!   without having written anything down; an unreachable route claims its range against other nodes.
+//! - [`Slots`] builds slots ahead, hands them out and removes them.
+//! - `rules` holds the firewall rules, `dns` the name server at the gateway.
+//! - Names follow from the node's tag and the slot's index, so a node finds the slots of an earlier run without any
+//!   record. An unreachable route claims the range against other nodes.
 //!
-//! What it does to the host: one nftables table `keiki_TAG` (made again when another firewall flushes it), the
-//! claim route, one link per slot, and `net.ipv4.conf.LINK.forwarding=1` for those links and for the link of the
-//! default route. The last stays on when the node stops: another node may need it. The global `ip_forward` is not
-//! touched, so a host between other networks does not become a router for them. Networks allowed by an
-//! [`EgressPolicy`] that lie behind another link need forwarding there too, by whoever manages that link.
+//! On the host it makes one nftables table `keiki_TAG` (made again when another firewall flushes it), the claim route,
+//! one link per slot, and sets `net.ipv4.conf.LINK.forwarding=1` for those links and for the link of the default
+//! route. The last one stays set when the node stops, because another node may need it. It does not touch the global
+//! `ip_forward`, so the host does not become a router between its other networks. If an [`EgressPolicy`] allows
+//! networks behind another link, forwarding must be on for that link too; its owner sets that.
 //!
-//! Everything is netlink but the rulesets, which `nft` applies while a slot is built ahead.
+//! Everything goes over netlink, except rulesets: `nft` applies them while a slot is built ahead.
 
 mod check;
-mod cidr;
 mod dns;
 mod error;
 mod host;
 mod netfilter;
 mod netlink;
+mod range;
 mod rules;
 mod slot;
 mod slots;
 
 pub use check::{Check, check};
-pub use cidr::{Cidr, CidrError, NodeTag};
 pub use error::{Error, Result};
 pub use host::purge;
+pub use range::{Cidr, CidrError, NodeTag};
 pub use rules::EgressPolicy;
 pub use slots::{Slot, Slots, SlotsConfig};

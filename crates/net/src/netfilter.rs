@@ -1,5 +1,5 @@
-//! Two questions to the kernel's packet filter that need no `nft`: forget the flows of a slot, so that its next
-//! user starts without them; and, every few seconds, is the node's table still there?
+//! Two requests to the kernel's packet filter that do not need `nft`: forget the flows of a slot, so that the next user
+//! of its address starts without them; and check every few seconds whether the node's table still exists.
 
 use rustix::{
     fd::OwnedFd,
@@ -12,7 +12,7 @@ use rustix::{
 };
 use std::{io, net::Ipv4Addr, time::Duration};
 
-// Of `linux/netfilter/nfnetlink.h` and `nfnetlink_conntrack.h`.
+// From `linux/netfilter/nfnetlink.h` and `nfnetlink_conntrack.h`.
 const CT_DELETE: u16 = 1 << 8 | 2;
 const TUPLE_ORIG: u16 = 1;
 const TUPLE_IP: u16 = 1;
@@ -36,14 +36,14 @@ pub(crate) fn forget(source: Ipv4Addr) -> io::Result<()> {
     match ask(&forget_request(source)) {
         // No flow matched.
         Err(Errno::NOENT) => Ok(()),
-        // Kernels before 6.8 cannot select by address when they delete. What stays is harmless: the next user's
-        // namespace knows none of these flows and drops what belongs to them.
+        // Kernels before 6.8 cannot delete by address. The flows that stay are harmless: the next user's namespace
+        // does not know them and drops their packets.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
         done => Ok(done?),
     }
 }
 
-/// Is there an `inet` table called `name` in the calling thread's namespace?
+/// Whether the calling thread's namespace has an `inet` table called `name`.
 pub(crate) fn has_table(name: &str) -> io::Result<bool> {
     let name = attribute(TABLE_NAME, &[name.as_bytes(), &[0]].concat());
     match ask(&message(GET_TABLE, FAMILY_INET, &name)) {
@@ -98,7 +98,7 @@ fn message(kind: u16, family: u8, attributes: &[u8]) -> Vec<u8> {
     message
 }
 
-/// One netlink attribute, padded to four bytes. All of ours are far below 64 KiB.
+/// One netlink attribute, padded to four bytes. All attributes here are far shorter than 64 KiB.
 fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(8 + value.len());
     bytes.extend(((4 + value.len()) as u16).to_ne_bytes());
@@ -108,7 +108,7 @@ fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Any answer that is not an error says yes.
+/// Any answer that is not an error means success.
 fn answer(reply: &[u8]) -> Result<(), Errno> {
     let field = |at: usize, len: usize| reply.get(at..at + len);
     let kind = field(4, 2).and_then(|bytes| bytes.try_into().ok()).map(u16::from_ne_bytes);

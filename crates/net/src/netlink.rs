@@ -1,9 +1,9 @@
-//! The few things asked of rtnetlink, each one call. A [`Net`] speaks to the network namespace that the thread
-//! which opened it was in, wherever it is used later.
+//! The few rtnetlink requests that slots need, each one call. A [`Net`] works in the network namespace of the thread
+//! that opened it, wherever it is used later.
 
 use crate::{
-    cidr::{Cidr, NodeTag},
     error::{Error, Result},
+    range::{Cidr, NodeTag},
 };
 use futures::TryStreamExt;
 use rtnetlink::{
@@ -42,7 +42,7 @@ pub(crate) struct Route {
     pub(crate) to: Cidr,
     pub(crate) metric: u32,
     pub(crate) link: Option<u32>,
-    /// It claims a range for this node.
+    /// The node whose range it claims.
     pub(crate) claim: Option<NodeTag>,
 }
 
@@ -87,7 +87,7 @@ impl Net {
         Ok(found)
     }
 
-    /// Removes a link. Gone already: no error.
+    /// Removes a link. It is not an error if it is already gone.
     pub(crate) async fn remove_link(&self, name: &str) -> Result<()> {
         let Some(index) = self.link(name).await? else { return Ok(()) };
         match self.handle.link().del(index).execute().await {
@@ -98,7 +98,7 @@ impl Net {
         }
     }
 
-    /// Makes a pair of linked interfaces, `name` here and `peer` in another namespace.
+    /// Creates a veth pair: `name` here and `peer` in another namespace.
     pub(crate) async fn add_pair(&self, name: &str, peer: &str, there: &OwnedFd, mtu: u32) -> Result<()> {
         let far = LinkMessageBuilder::<LinkUnspec>::new()
             .name(peer.to_owned())
@@ -110,7 +110,12 @@ impl Net {
             .mtu(mtu)
             .set_info_data(InfoData::Veth(InfoVeth::Peer(far)))
             .build();
-        self.handle.link().add(pair).execute().await.map_err(Error::netlink(format!("make the link {peer}")))
+        self.handle
+            .link()
+            .add(pair)
+            .execute()
+            .await
+            .map_err(Error::netlink(format!("create the link {peer}")))
     }
 
     /// Sets MAC (where given) and MTU of a link and brings it up with one address.
@@ -133,18 +138,18 @@ impl Net {
         let message = LinkUnspec::new_with_index(index).mtu(mtu).up().build();
         self.handle.link().set(message).execute().await.map_err(Error::netlink(doing()))?;
         let add = self.handle.address().add(index, IpAddr::V4(address), prefix).replace();
-        add.execute().await.map_err(Error::netlink(format!("give {name} its address")))?;
+        add.execute().await.map_err(Error::netlink(format!("set the address of {name}")))?;
         Ok(index)
     }
 
-    /// Fixes the MAC of a neighbour, so that it is never asked for.
+    /// Makes the MAC of a neighbour permanent, so that the kernel never asks for it.
     pub(crate) async fn fix_neighbour(&self, link: u32, address: Ipv4Addr, mac: [u8; 6]) -> Result<()> {
         let add = self.handle.neighbours().add(link, IpAddr::V4(address)).link_layer_address(&mac);
         add.state(NeighbourState::Permanent)
             .replace()
             .execute()
             .await
-            .map_err(Error::netlink("fix the guest's neighbour entry"))
+            .map_err(Error::netlink("set the guest's neighbour entry"))
     }
 
     /// Makes `gateway` the default route.
@@ -167,27 +172,27 @@ impl Net {
         Ok(found)
     }
 
-    /// Where traffic to the internet leaves. None: the host has no default route.
+    /// Where traffic to the internet leaves. None if the host has no default route.
     pub(crate) async fn exit(&self) -> Result<Option<Exit>> {
         let routes = self.routes().await?;
-        let defaults = routes.into_iter().filter(|route| route.to.prefix() == 0);
+        let defaults = routes.into_iter().filter(|route| route.to.prefix_len() == 0);
         let best = defaults.min_by_key(|route| route.metric).and_then(|route| route.link);
         let links = if best.is_some() { self.links().await? } else { Vec::new() };
         let found = links.into_iter().find(|(index, ..)| Some(*index) == best);
         Ok(found.map(|(_, link, mtu)| Exit { link, mtu }))
     }
 
-    /// Claims a range: packets to slots that do not exist get no further, and other nodes see it.
+    /// Claims a range: packets to slots that do not exist stop here, and other nodes see the claim.
     pub(crate) async fn claim(&self, range: Cidr, tag: &NodeTag) -> Result<()> {
         let add = self.handle.route().add(claim(range, tag)).replace();
         add.execute().await.map_err(Error::netlink(format!("claim {range}")))
     }
 
-    /// Takes back a claim. Gone already: no error.
+    /// Removes a claim. It is not an error if it is already gone.
     pub(crate) async fn unclaim(&self, range: Cidr, tag: &NodeTag) -> Result<()> {
         match self.handle.route().del(claim(range, tag)).execute().await {
             Err(error) if !is(&error, rustix::io::Errno::SRCH) => {
-                Err(Error::netlink(format!("give back {range}"))(error))
+                Err(Error::netlink(format!("release {range}"))(error))
             }
             _ => Ok(()),
         }
@@ -196,7 +201,7 @@ impl Net {
 
 fn claim(range: Cidr, tag: &NodeTag) -> RouteMessage {
     RouteMessageBuilder::<Ipv4Addr>::new()
-        .destination_prefix(range.base(), range.prefix())
+        .destination_prefix(range.addr(), range.prefix_len())
         .kind(RouteType::Unreachable)
         .protocol(CLAIM_PROTOCOL)
         .priority(tag.metric())
@@ -214,7 +219,7 @@ fn read_route(route: &RouteMessage) -> Option<Route> {
             _ => {}
         }
     }
-    let to = Cidr::new(base, route.header.destination_prefix_length)?;
+    let to = Cidr::of(base, route.header.destination_prefix_length)?;
     let claim = (route.header.protocol == CLAIM_PROTOCOL).then(|| NodeTag::of_metric(metric)).flatten();
     Some(Route { to, metric, link, claim })
 }

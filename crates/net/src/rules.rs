@@ -1,8 +1,8 @@
-//! What may pass: the nftables rules of a slot and of the host.
+//! The nftables rules of a slot and of the host.
 //!
-//! The same decisions stand twice. The slot's own rules see the guest's true source address and answer a
-//! forbidden destination at once with an ICMP error. The host's rules hold even if a slot's namespace were
-//! taken over, and are the only ones that can tell the host's own addresses from the rest of the world.
+//! Every decision is made twice. The slot's rules see the guest's true source address and answer a forbidden
+//! destination at once with an ICMP error. The host's rules hold even if a slot's namespace is taken over, and are the
+//! only ones that can tell the host's own addresses from others.
 //!
 //! ```text
 //!  guest ── tap0 │ guard ─ forward/egress ─ masquerade │ up0 ══ kk-TAG-N │ input: drop all               │
@@ -10,17 +10,17 @@
 //!                └───────────── slot namespace ────────┘                 └──────────── host ─────────────┘
 //! ```
 //!
-//! `guard` sits at the tap's ingress: a frame that is not from the guest's MAC *and* address never reaches the
-//! namespace's stack, so a guest can neither spoof, nor fill the neighbour table that all namespaces share, nor
-//! speak IPv6.
+//! `guard` is at the tap's ingress: a frame that does not come from the guest's MAC *and* address never reaches the
+//! network stack. So a guest can neither spoof addresses, nor fill the neighbour table that all namespaces share, nor
+//! use IPv6.
 //!
-//! A name that resolves to a blocked address needs no filter in the forwarder: the packets do not pass.
+//! The DNS forwarder does not filter names that resolve to a blocked address: these rules drop the packets.
 //!
-//! Rulesets are one text, applied by one `nft -f -` in one transaction, and only while a slot is built.
+//! A ruleset is one text, applied by one `nft -f -` in one transaction, and only while a slot is built.
 
 use crate::{
-    cidr::{Cidr, LINK_PREFIX, NodeTag, Range},
     error::{Error, Result},
+    range::{Cidr, LINK_PREFIX, NodeTag, Range},
 };
 use keiki_protocol::net::{GATEWAY, GUEST, GUEST_MAC, TAP};
 use std::{
@@ -32,25 +32,25 @@ use std::{
 /// Name of the slot's end of its link, inside its namespace.
 pub(crate) const UPLINK: &str = "up0";
 
-/// Flows a guest may have open at once: they are entries in the host's connection table too.
+/// Flows a guest may have open at once: each is an entry in the host's connection table too.
 const MAX_FLOWS: u32 = 2048;
 /// New flows per second.
 const FLOW_RATE: u32 = 1000;
-/// Refusals answered per second; beyond, packets are dropped without a word.
+/// Refusals answered per second; beyond that, packets are dropped silently.
 const REFUSAL_RATE: u32 = 100;
 
-/// Networks that are never the internet: this host, private, carrier-shared, link-local (cloud metadata
-/// included), benchmarking, multicast, reserved, broadcast.
+/// Networks that are not the internet: this host, private, carrier-grade NAT, link-local (with cloud metadata),
+/// benchmarking, multicast, reserved, broadcast.
 const BLOCKED: &str = "0.0.0.0/8, 10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.254.0.0/16, 172.16.0.0/12, \
                        192.168.0.0/16, 198.18.0.0/15, 224.0.0.0/4, 240.0.0.0/4";
 
-/// Which addresses guests may reach beyond, or short of, the public internet. The host's own addresses and
-/// other sandboxes stay out of reach whatever is written here.
+/// Exceptions from the rule that guests reach the public internet and nothing else. They never reach the host's own
+/// addresses or other sandboxes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EgressPolicy {
-    /// Networks allowed although they are not public.
+    /// Private networks that guests may reach.
     pub allow: Vec<Cidr>,
-    /// Networks denied although they are public or allowed. Goes first.
+    /// Networks that guests may not reach, even if they are public or allowed.
     pub deny: Vec<Cidr>,
 }
 
@@ -65,7 +65,7 @@ fn sets(policy: &EgressPolicy) -> String {
     set("blocked", BLOCKED) + &set("allowed", &join(&policy.allow)) + &set("denied", &join(&policy.deny))
 }
 
-/// A table that replaces an earlier one of its name in the same transaction.
+/// A table that replaces one of the same name in the same transaction.
 fn table(family: &str, name: &str, body: &str) -> String {
     format!("table {family} {name}\ndelete table {family} {name}\ntable {family} {name} {{\n{body}}}\n")
 }
@@ -158,7 +158,7 @@ pub(crate) fn host(tag: &NodeTag, range: Range, policy: &EgressPolicy) -> String
     table("inet", &tag.table(), &body)
 }
 
-/// Removes the host's table of a node, if there is one.
+/// Removes a node's table from the host, if it exists.
 pub(crate) fn no_host(tag: &NodeTag) -> String {
     let name = tag.table();
     format!("table inet {name}\ndelete table inet {name}\n")

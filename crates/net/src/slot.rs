@@ -1,18 +1,18 @@
-//! Building one slot, and taking it down.
+//! Builds and removes one slot.
 //!
 //! A slot is a pure function of its index: names, addresses and rules follow from the index and the node's
-//! configuration, so that an adopted slot can be completed, a half-built one removed, and nothing needs to be
-//! written down. A recycled slot is a new one: the namespace with its taps, queues, counters and connection
-//! table goes, and the host's connection entries of its address are removed.
+//! configuration. So an adopted slot can be completed and a half-built one removed without any record. A slot is
+//! never reused: its namespace goes with taps, queues, counters and connection table, and the host forgets the
+//! connections of its address.
 //!
-//! All steps run on one thread made for the build, because a namespace belongs to a thread: it starts in the
-//! host's, moves into the slot's, and ends.
+//! All steps of a build run on a thread of their own, because a namespace belongs to a thread: it starts in the host's
+//! namespace, enters the slot's, and ends.
 
 use crate::{
-    cidr::{NodeTag, Range},
     error::{Error, Result},
     netfilter,
     netlink::Net,
+    range::{NodeTag, Range},
     rules::{self, EgressPolicy, UPLINK},
 };
 use keiki_protocol::net::{GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, PREFIX, TAP};
@@ -24,7 +24,7 @@ use std::{
     time::Instant,
 };
 
-/// MTU where the host has no way out.
+/// MTU if the host has no default route.
 const DEFAULT_MTU: u32 = 1500;
 
 /// What all slots of a node have in common.
@@ -41,7 +41,7 @@ pub(crate) struct Sockets {
     pub(crate) tcp: TcpListener,
 }
 
-/// Is the slot new, or that of a machine that runs?
+/// Whether the slot is new or belongs to a machine that runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     New,
@@ -60,7 +60,7 @@ impl Plan {
                 tracing::warn!(
                     index,
                     error = &error as &dyn std::error::Error,
-                    "half-built slot not removed"
+                    "a half-built slot could not be removed"
                 );
             }
         }
@@ -77,10 +77,10 @@ impl Plan {
         let mtu = exit.as_ref().map_or(DEFAULT_MTU, |exit| exit.mtu);
 
         match origin {
-            // The name may be a remnant of a namespace that was unmounted by other hands.
+            // The name may be left from a namespace that another process unmounted.
             Origin::New => {
                 netns::remove(&name).map_err(Error::io(format!("clear the name {name}")))?;
-                netns::create(&name).map_err(Error::io(format!("make the namespace {name}")))?;
+                netns::create(&name).map_err(Error::io(format!("create the namespace {name}")))?;
             }
             Origin::Adopted => {
                 let there = netns::open(&netns::path(&name)).map_err(|_| Error::Gone(index))?;
@@ -92,17 +92,17 @@ impl Plan {
         for key in ["ipv6/conf/all/disable_ipv6", "ipv6/conf/default/disable_ipv6"] {
             sysctl(key, "1", Missing::Fine)?;
         }
-        // Refusals are ICMP errors to the guest; the rules limit them, not the one a second of the default.
+        // Refusals are ICMP errors to the guest. The rules limit them; the default limit is one per second.
         sysctl("ipv4/icmp_ratelimit", "0", Missing::Error)?;
         if slot.link(TAP).await?.is_none() {
-            tap::open(TAP).and_then(|tap| tap::persist(&tap)).map_err(Error::io("make the tap"))?;
+            tap::open(TAP).and_then(|tap| tap::persist(&tap)).map_err(Error::io("create the tap device"))?;
         }
         if slot.link(UPLINK).await?.is_none() || host.link(&outer).await?.is_none() {
             slot.remove_link(UPLINK).await?;
             host.remove_link(&outer).await?;
             slot.add_pair(UPLINK, &outer, &home, mtu).await?;
         }
-        // The rules go in before anything is up: there is no moment without them.
+        // The rules are applied before any link is up: there is no moment without them.
         rules::apply(&name, &rules::slot(&self.egress))?;
         let link = slot.bring_up(TAP, Some(mac(GATEWAY_MAC)), mtu, (GATEWAY, PREFIX)).await?;
         slot.fix_neighbour(link, GUEST, mac(GUEST_MAC)).await?;
@@ -121,7 +121,7 @@ impl Plan {
         Ok(sockets)
     }
 
-    /// From here on the thread is in the host's namespace again.
+    /// Brings the thread back into the host's namespace.
     async fn open_host_side(
         &self,
         home: &OwnedFd,
@@ -138,22 +138,21 @@ impl Plan {
         Ok(())
     }
 
-    /// Removes slot `index`, whole or half. Gone already: no error. Its name server's sockets must be closed.
+    /// Removes slot `index`, whole or half. It is not an error if it is already gone. The sockets of its name server must be closed.
     pub(crate) async fn take_down(&self, host: &Net, index: u16) -> Result<()> {
-        // The link first, by name: the kernel ends a namespace some time after its last user.
+        // The link first, by name: the kernel removes a namespace some time after its last user.
         host.remove_link(&self.tag.link(index)).await?;
         let (name, outside) = (self.tag.netns(index), self.range.slot_end(index));
         tokio::task::spawn_blocking(move || {
             netns::remove(&name).map_err(Error::io(format!("remove the namespace {name}")))?;
-            netfilter::forget(outside)
-                .map_err(Error::io("remove the slot's entries from the connection table"))
+            netfilter::forget(outside).map_err(Error::io("remove the slot's connection entries"))
         })
         .await
-        .map_err(|error| Error::io("take down a slot")(error.into()))?
+        .map_err(|error| Error::io("remove a slot")(error.into()))?
     }
 }
 
-/// Runs `work` on a new thread with a runtime of its own, and waits.
+/// Runs `work` on a new thread with its own runtime, and waits for it.
 pub(crate) fn on_own_runtime<T: Send, F: Future<Output = Result<T>>>(
     work: impl FnOnce() -> F + Send,
 ) -> Result<T> {
@@ -164,8 +163,8 @@ pub(crate) fn on_own_runtime<T: Send, F: Future<Output = Result<T>>>(
     .map_err(Error::io("run a slot's thread"))?
 }
 
-/// Lets the host forward what comes in by this link: what a slot sends, or an answer to it. Per link, so that
-/// Keiki does not turn a host with other networks into a router between them.
+/// Lets the host forward what arrives on this link: packets of a slot, or answers to them. Per link, so that Keiki does
+/// not turn the host into a router between its other networks.
 pub(crate) fn forward(link: &str) -> Result<()> {
     sysctl(&format!("ipv4/conf/{link}/forwarding"), "1", Missing::Error)
 }
@@ -176,10 +175,10 @@ enum Missing {
     Error,
 }
 
-/// Sets a value of the calling thread's network namespace.
+/// Sets a sysctl of the calling thread's network namespace.
 fn sysctl(key: &str, value: &str, missing: Missing) -> Result<()> {
     let path = format!("/proc/sys/net/{key}");
-    // Writing forwarding again would flush the host's route cache each time.
+    // Each write of `forwarding` would flush the host's route cache.
     if std::fs::read_to_string(&path).is_ok_and(|now| now.trim() == value) {
         return Ok(());
     }
@@ -189,7 +188,7 @@ fn sysctl(key: &str, value: &str, missing: Missing) -> Result<()> {
     }
 }
 
-/// Reads the MAC constants of the protocol; a test holds them to their form.
+/// Parses the MAC constants of the protocol; a test checks their form.
 fn mac(text: &str) -> [u8; 6] {
     let mut bytes = [0; 6];
     for (byte, part) in bytes.iter_mut().zip(text.split(':')) {

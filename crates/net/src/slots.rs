@@ -1,21 +1,22 @@
-//! The pool: slots ahead, taken, adopted, given back.
+//! The pool: slots are built ahead, taken, adopted and given back.
 
 use crate::{
-    cidr::{Cidr, NodeTag, Range},
     dns::{Server, Upstream},
     error::{Error, Result},
     host,
     netlink::Net,
+    range::{Cidr, NodeTag, Range},
     rules::EgressPolicy,
     slot::{Origin, Plan},
 };
 use keiki_sys::netns;
+use parking_lot::Mutex;
 use std::{
     collections::{BTreeSet, VecDeque},
     fs::File,
     net::{Ipv4Addr, SocketAddr},
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 use tokio::{
@@ -25,38 +26,38 @@ use tokio::{
 
 /// Slots built at once: more would only wait for the kernel's network lock.
 const BUILDERS: usize = 2;
-/// How long to wait after a failed build ahead.
+/// How long to wait after a build ahead has failed.
 const RETRY: Duration = Duration::from_secs(5);
-/// How often to look whether the host's side is still in order.
+/// How often to check the host side.
 const MEND: Duration = Duration::from_secs(2);
 
-/// What a node's slots are to be.
+/// Configuration of a node's slots.
 #[derive(Debug, Clone)]
 pub struct SlotsConfig {
-    /// Where their outside addresses come from, a /30 each, e.g. `10.200.0.0/16`.
+    /// Where their outside addresses come from, a /30 each, such as `10.200.0.0/16`.
     pub range: Cidr,
-    /// How many to build ahead.
+    /// How many slots to build ahead.
     pub ahead: usize,
-    /// A directory of this node; it gets a lock file.
+    /// A directory of this node, for a lock file.
     pub state_dir: PathBuf,
-    /// Tells this node's slots from those of others on the host. The same after a restart.
+    /// Tells this node's slots from those of other nodes on the host. It must survive a restart.
     pub node_tag: NodeTag,
-    /// Resolvers behind the slots' name servers. None: those of the host's resolv.conf, as it is at the time.
+    /// Resolvers behind the slots' name servers. None: those in the host's resolv.conf at the time of a query.
     pub upstream: Option<Vec<SocketAddr>>,
     /// What guests may reach.
     pub egress: EgressPolicy,
 }
 
-/// The slots of a node. Dropping it leaves everything as it is, as a crash would; the next
+/// The slots of a node. Dropping this leaves everything as it is, as a crash would; the next
 /// [`Slots::start`] cleans up.
 #[derive(Debug)]
 pub struct Slots {
     inner: Arc<Inner>,
-    /// Ends with this.
+    /// Tasks that end with this.
     background: Mutex<JoinSet<()>>,
 }
 
-/// A network home for one sandbox. Dropping it ends its name server but leaves its namespace, for
+/// The network of one sandbox. Dropping it ends its name server but leaves its namespace for
 /// [`Slots::adopt`]; [`Slots::give_back`] removes it.
 #[derive(Debug)]
 pub struct Slot {
@@ -67,19 +68,19 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Its number: what to record, and to pass to [`Slots::adopt`].
+    /// Its number: record it, and pass it to [`Slots::adopt`].
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// Its namespace, e.g. `/run/netns/keiki-1a2b-7`.
+    /// Its namespace, such as `/run/netns/keiki-1a2b-7`.
     #[must_use]
     pub fn netns_path(&self) -> PathBuf {
         self.netns.clone()
     }
 
-    /// The address the host sees its sandbox under.
+    /// The address of its sandbox as the host sees it.
     #[must_use]
     pub fn outside(&self) -> Ipv4Addr {
         self.outside
@@ -113,8 +114,8 @@ impl std::fmt::Debug for Inner {
 }
 
 impl Slots {
-    /// Prepares the host, removes what an earlier run of this node left and that is not `in_use`, and starts
-    /// building ahead. Slots in use wait for [`Slots::adopt`]; nobody else gets their index.
+    /// Prepares the host, removes slots of an earlier run that are not `in_use`, and starts building ahead. Slots in
+    /// use wait for [`Slots::adopt`]; their indexes are not given to others.
     pub async fn start(config: SlotsConfig, in_use: &[u16]) -> Result<Self> {
         let range = Range::new(config.range)?;
         if let Some(index) = in_use.iter().find(|index| u32::from(**index) >= range.slots()) {
@@ -142,9 +143,9 @@ impl Slots {
         Ok(Self { inner, background: Mutex::new(background) })
     }
 
-    /// A slot for a new sandbox: at once when one is ahead, else it is built now.
+    /// A slot for a new sandbox: at once if one is ready, else it is built now.
     pub async fn take(&self) -> Result<Slot> {
-        let ready = self.inner.state().ready.pop_front();
+        let ready = self.inner.state.lock().ready.pop_front();
         self.inner.wanted.notify_one();
         match ready {
             Some(slot) => Ok(slot),
@@ -152,32 +153,32 @@ impl Slots {
         }
     }
 
-    /// How many slots are ready.
+    /// Number of slots that are ready.
     #[must_use]
     pub fn ready(&self) -> usize {
-        self.inner.state().ready.len()
+        self.inner.state.lock().ready.len()
     }
 
-    /// How many slots are taken, those that are ready not counted.
+    /// Number of slots taken, without those that are ready.
     #[must_use]
     pub fn used(&self) -> usize {
-        let state = self.inner.state();
+        let state = self.inner.state.lock();
         state.used.len().saturating_sub(state.ready.len())
     }
 
-    /// The slot of a machine that was running when the node last stopped, completed where something is
-    /// missing, with its name server running again. Its index was in `in_use` at [`Slots::start`].
+    /// The slot of a machine that was running when the node last stopped. What is missing is made again, and its name
+    /// server is started. Its index was in `in_use` at [`Slots::start`].
     pub async fn adopt(&self, index: u16) -> Result<Slot> {
-        if !self.inner.state().used.contains(&index) {
+        if !self.inner.state.lock().used.contains(&index) {
             return Err(Error::Taken(index));
         }
         self.inner.build(index, Origin::Adopted).await
     }
 
-    /// Takes a slot down; its sandbox's machine has ended. What its user left goes with it.
+    /// Removes a slot whose machine has ended, with everything its user left in it.
     pub async fn give_back(&self, slot: Slot) {
         let inner = Arc::clone(&self.inner);
-        // To its end even if the caller goes away.
+        // Runs to its end even if the caller goes away.
         let done = tokio::spawn(async move {
             let index = slot.index;
             slot.names.stop().await;
@@ -186,56 +187,50 @@ impl Slots {
         let _ = done.await;
     }
 
-    /// Gives back a slot that could not be adopted.
+    /// Removes a slot that could not be adopted.
     pub async fn discard(&self, index: u16) {
         self.inner.free(index).await;
     }
 
-    /// Ends the pool: removes the slots ahead, and everything on the host if no slot is in `keep`. Slots in
-    /// `keep` go on without a name server until the next start adopts them; slots that were taken and are
-    /// neither kept nor given back are removed.
+    /// Stops the pool and removes all slots that are not in `keep`, and everything on the host if `keep` is empty. Slots
+    /// in `keep` have no name server until the next start adopts them.
     pub async fn stop(&self, keep: &[u16]) {
-        let mut background =
-            std::mem::take(&mut *self.background.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut background = std::mem::take(&mut *self.background.lock());
         background.shutdown().await;
-        // Builds under way end by themselves, and their slots are in `used`; no other begins.
+        // Waits for builds under way, whose slots are in `used`; no other build begins.
         let _all = self.inner.builders.acquire_many(BUILDERS as u32).await;
         self.inner.builders.close();
-        let ready = std::mem::take(&mut self.inner.state().ready);
+        let ready = std::mem::take(&mut self.inner.state.lock().ready);
         for slot in ready {
             slot.names.stop().await;
         }
         let gone: Vec<u16> =
-            self.inner.state().used.iter().copied().filter(|index| !keep.contains(index)).collect();
+            self.inner.state.lock().used.iter().copied().filter(|index| !keep.contains(index)).collect();
         for index in gone {
             self.inner.free(index).await;
         }
         if keep.is_empty()
             && let Err(error) = host::clear(&self.inner.plan, &self.inner.host).await
         {
-            warn("the host's rules were not removed", &error);
+            warn("the host's firewall rules could not be removed", &error);
         }
     }
 }
 
 impl Inner {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot. A slot that
-    /// nobody waits for any more is one ahead.
+    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot. The slot is then ready
+    /// for another caller.
     async fn build_new(self: &Arc<Self>) -> Result<Slot> {
-        let index = self.state().reserve(self.plan.range.slots())?;
+        let index = self.state.lock().reserve(self.plan.range.slots())?;
         let (done, slot) = oneshot::channel();
         let this = Arc::clone(self);
         tokio::spawn(async move {
             let built = this.build(index, Origin::New).await;
             if built.is_err() {
-                this.state().used.remove(&index);
+                this.state.lock().used.remove(&index);
             }
             if let Err(Ok(slot)) = done.send(built) {
-                this.state().ready.push_back(slot);
+                this.state.lock().ready.push_back(slot);
             }
         });
         slot.await.unwrap_or(Err(Error::Stopped))
@@ -259,9 +254,9 @@ impl Inner {
     async fn free(&self, index: u16) {
         match self.plan.take_down(&self.host, index).await {
             Ok(()) => {
-                self.state().used.remove(&index);
+                self.state.lock().used.remove(&index);
             }
-            Err(error) => warn("a slot was not removed", &error),
+            Err(error) => warn("a slot could not be removed", &error),
         }
     }
 }
@@ -284,12 +279,12 @@ impl State {
 
 async fn refill(inner: Arc<Inner>) {
     loop {
-        if inner.state().ready.len() >= inner.ahead {
+        if inner.state.lock().ready.len() >= inner.ahead {
             inner.wanted.notified().await;
             continue;
         }
         match inner.build_new().await {
-            Ok(slot) => inner.state().ready.push_back(slot),
+            Ok(slot) => inner.state.lock().ready.push_back(slot),
             Err(error) => {
                 warn("a slot could not be built ahead", &error);
                 tokio::time::sleep(RETRY).await;
@@ -303,11 +298,11 @@ async fn guard(inner: Arc<Inner>) {
     loop {
         tokio::time::sleep(MEND).await;
         let mended = host::mend(&inner.plan, &inner.host).await;
-        // Said once, not every time.
+        // Logged once, not every time.
         if let Err(error) = &mended
             && !failing
         {
-            warn("the host's side of the slots could not be checked", error);
+            warn("the host side of the slots could not be checked", error);
         }
         failing = mended.is_err();
     }

@@ -1,17 +1,16 @@
-//! The name server a guest sees at its gateway: a forwarder to the host's own resolvers.
+//! The name server at a guest's gateway: a forwarder to the host's resolvers.
 //!
-//! Its sockets were opened inside the slot's namespace and are served here, by the node; queries go out from
-//! the host's namespace. So a guest can use a resolver that sits on an address it must not reach, and reaches
-//! no address of the host for it.
+//! Its sockets are opened inside the slot's namespace and served by the node; queries leave from the host's namespace.
+//! So a guest can use a resolver whose address it must not reach, and needs no access to the host.
 //!
-//! A guest is not trusted with it. Per slot: [`MAX_IN_FLIGHT`] queries at once, [`RATE`] a second with bursts
-//! of [`BURST`], [`MAX_STREAMS`] TCP connections, [`MAX_QUERY`] bytes a query. What goes upstream is written
-//! anew from what was understood (one question, no options), with a random id from a random port, and only an
-//! answer to that question comes back. Only standard queries are forwarded, `ANY` and zone transfers are not.
-//! Tunnels through names are not prevented, only slowed to what the rate allows: some 20 KiB a second.
+//! Guests are not trusted. Limits per slot: [`MAX_IN_FLIGHT`] queries at once, [`RATE`] per second with bursts of
+//! [`BURST`], [`MAX_STREAMS`] TCP connections, [`MAX_QUERY`] bytes per query. The forwarder parses a query and writes a
+//! new one (one question, no options) with a random id and from a random port, and only passes back an answer to
+//! that question. It forwards standard queries only: no `ANY` and no zone transfers. Tunnels through DNS are not
+//! prevented, only slowed to what the rate allows: about 20 KiB per second.
 //!
 //! Answers are not filtered: a name that points into a blocked network resolves, and the slot's rules drop the
-//! packets. Nothing is cached here; the resolvers behind do that.
+//! packets. Nothing is cached here; the resolvers do that.
 
 mod query;
 mod upstream;
@@ -22,9 +21,11 @@ use crate::{
     error::{Error, Result},
     slot::Sockets,
 };
+use keiki_sys::bucket::TokenBucket;
+use parking_lot::Mutex;
 use query::{Query, Reading};
 use std::{
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -37,10 +38,11 @@ use tokio::{
 
 /// Queries of one slot being answered at once.
 const MAX_IN_FLIGHT: usize = 64;
-/// Queries a second of one slot.
-const RATE: f64 = 100.0;
+/// Queries per second of one slot: one every 10 ms.
+const RATE: u64 = 100;
+const QUERY_INTERVAL: Duration = Duration::from_millis(1000 / RATE);
 /// Queries that may come at once after silence.
-const BURST: f64 = 300.0;
+const BURST: u64 = 300;
 /// TCP connections of one slot.
 const MAX_STREAMS: usize = 8;
 /// Bytes of a query.
@@ -70,13 +72,13 @@ impl Server {
             udp: UdpSocket::from_std(sockets.udp).map_err(serve)?,
             upstream,
             in_flight: Semaphore::new(MAX_IN_FLIGHT),
-            bucket: Mutex::new(Bucket::full()),
+            bucket: Mutex::new(bucket()),
         });
         let tcp = TcpListener::from_std(sockets.tcp).map_err(serve)?;
         Ok(Self { task: tokio::spawn(serve_all(shared, tcp)) })
     }
 
-    /// Ends it. Its sockets, which would keep the namespace alive, are closed on return.
+    /// Stops it. Its sockets, which would keep the namespace alive, are closed on return.
     pub(crate) async fn stop(mut self) {
         self.task.abort();
         let _ = (&mut self.task).await;
@@ -88,11 +90,11 @@ struct Shared {
     udp: UdpSocket,
     upstream: Arc<Upstream>,
     in_flight: Semaphore,
-    bucket: Mutex<Bucket>,
+    bucket: Mutex<TokenBucket>,
 }
 
 async fn serve_all(shared: Arc<Shared>, tcp: TcpListener) {
-    // Aborts what it holds when this task ends.
+    // Aborted when this task ends.
     let mut work = JoinSet::new();
     let streams = Arc::new(Semaphore::new(MAX_STREAMS));
     let mut buffer = [0u8; MAX_QUERY + 1];
@@ -100,7 +102,7 @@ async fn serve_all(shared: Arc<Shared>, tcp: TcpListener) {
         tokio::select! {
             received = shared.udp.recv_from(&mut buffer) => match received {
                 Ok((length, from)) if length <= MAX_QUERY && shared.admits() => {
-                    // The work set is bounded by what may be in flight: more is dropped, as a busy server does.
+                    // Beyond this, queries are dropped, as a busy server does.
                     if work.len() < MAX_IN_FLIGHT + MAX_STREAMS {
                         let (shared, bytes) = (Arc::clone(&shared), buffer.get(..length).unwrap_or_default().to_vec());
                         work.spawn(async move {
@@ -128,9 +130,9 @@ async fn serve_all(shared: Arc<Shared>, tcp: TcpListener) {
     }
 }
 
-/// After an error of a socket (the guest can cause some): no busy loop, no flood of log lines.
+/// Waits after a socket error, which a guest can cause: no busy loop and no flood of log lines.
 async fn pause(shared: &Shared, error: &std::io::Error) {
-    tracing::debug!(slot = shared.index, %error, "name server socket");
+    tracing::debug!(slot = shared.index, %error, "socket error in the name server");
     tokio::time::sleep(Duration::from_millis(100)).await;
 }
 
@@ -162,10 +164,10 @@ enum Transport {
 
 impl Shared {
     fn admits(&self) -> bool {
-        self.bucket.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take(Instant::now())
+        self.bucket.lock().take(Instant::now())
     }
 
-    /// The answer to a message of the guest. None: it deserves none.
+    /// The answer to a message of the guest, if it gets one.
     async fn answer(&self, bytes: &[u8], transport: Transport) -> Option<Vec<u8>> {
         let query = match Query::read(bytes) {
             Reading::Query(query) => query,
@@ -185,27 +187,8 @@ impl Shared {
     }
 }
 
-/// A token bucket.
-#[derive(Debug)]
-struct Bucket {
-    tokens: f64,
-    at: Instant,
-}
-
-impl Bucket {
-    fn full() -> Self {
-        Self { tokens: BURST, at: Instant::now() }
-    }
-
-    fn take(&mut self, now: Instant) -> bool {
-        self.tokens = (self.tokens + now.saturating_duration_since(self.at).as_secs_f64() * RATE).min(BURST);
-        self.at = now;
-        let some = self.tokens >= 1.0;
-        if some {
-            self.tokens -= 1.0;
-        }
-        some
-    }
+fn bucket() -> TokenBucket {
+    TokenBucket::new(BURST, 1, QUERY_INTERVAL)
 }
 
 #[cfg(test)]

@@ -1,28 +1,28 @@
-//! What a guest may ask, and what it hears when it may not.
+//! Which queries of a guest are forwarded, and the answers to those that are not.
 
 use hickory_proto::{
     op::{Edns, Message, MessageType, OpCode, ResponseCode},
     rr::{DNSClass, RecordType},
 };
 
-/// Size of a UDP answer a client takes that does not say more.
+/// The largest UDP answer for a client that does not announce a size.
 const PLAIN_UDP: u16 = 512;
-/// The largest UDP answer we pass: fits any link without fragments.
+/// The largest UDP answer that is passed on: it fits any link without fragments.
 const MAX_UDP: u16 = 1232;
 
-/// A question worth asking upstream.
+/// A question to forward.
 #[derive(Debug, Clone)]
 pub(super) struct Query {
     message: Message,
 }
 
-/// What a message of a guest is.
+/// How to treat a message of a guest.
 #[derive(Debug)]
 pub(super) enum Reading {
     Query(Query),
     /// Answer with this.
     Refuse(Vec<u8>),
-    /// Not a query; an answer could start a loop.
+    /// Not a query: an answer could start a loop.
     Ignore,
 }
 
@@ -45,7 +45,7 @@ impl Query {
         query.reply(code, false).map_or(Reading::Ignore, Reading::Refuse)
     }
 
-    /// What to send upstream: the question alone, under another id.
+    /// The message for the resolver: the question alone, with another id.
     pub(super) fn upstream(&self, id: u16) -> Option<Vec<u8>> {
         let asked = &self.message;
         let mut message = Message::new(id, MessageType::Query, OpCode::Query);
@@ -62,8 +62,7 @@ impl Query {
         message.to_vec().ok()
     }
 
-    /// Is this the upstream's answer to [`Query::upstream`]? Then: the bytes for the guest, and whether they
-    /// are cut short.
+    /// If this is the answer to [`Query::upstream`], returns the bytes for the guest and whether they are truncated.
     pub(super) fn accept(&self, id: u16, mut answer: Vec<u8>) -> Option<(Vec<u8>, bool)> {
         let message = Message::from_vec(&answer).ok()?;
         let fits = message.metadata.id == id
@@ -76,18 +75,18 @@ impl Query {
         Some((answer, message.metadata.truncation))
     }
 
-    /// How large an answer the guest takes over UDP.
+    /// The largest answer that the guest accepts over UDP.
     pub(super) fn udp_limit(&self) -> usize {
         let said = self.message.edns.as_ref().map_or(PLAIN_UDP, Edns::max_payload);
         usize::from(said.clamp(PLAIN_UDP, MAX_UDP))
     }
 
-    /// "Ask again over TCP."
+    /// Tells the guest to ask again over TCP.
     pub(super) fn truncated(&self) -> Option<Vec<u8>> {
         self.reply(ResponseCode::NoError, true)
     }
 
-    /// "No resolver answered."
+    /// Tells the guest that no resolver answered.
     pub(super) fn failure(&self) -> Option<Vec<u8>> {
         self.reply(ResponseCode::ServFail, false)
     }
@@ -109,7 +108,7 @@ impl Query {
     }
 }
 
-/// FORMERR where at least the header is one of a query.
+/// FORMERR if at least the header is that of a query.
 fn malformed(bytes: &[u8]) -> Reading {
     match bytes {
         [high, low, flags, ..] if bytes.len() >= 12 && flags & 0x80 == 0 => {

@@ -1,10 +1,10 @@
 //! The resolvers behind the forwarder.
 
 use super::query::Query;
+use parking_lot::Mutex;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::Mutex,
     time::{Duration, Instant, SystemTime},
 };
 use tokio::{
@@ -14,16 +14,16 @@ use tokio::{
 };
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
-/// How often to look whether it changed.
+/// How often to check whether it has changed.
 const RECHECK: Duration = Duration::from_secs(2);
 /// Resolvers used, as in the C library.
 const MAX_RESOLVERS: usize = 3;
-/// How long one resolver may take. Guests try again after five seconds; two resolvers fit before that.
+/// How long one resolver may take. Guests retry after five seconds; two resolvers fit into that.
 const PATIENCE: Duration = Duration::from_millis(2000);
-/// UDP answers read. We announce less; larger ones are not for us.
+/// Largest UDP answer that is read. We announce less, so a larger one is not for us.
 const MAX_UDP: usize = 4096;
 
-/// Where queries go: fixed addresses, or what the host's resolv.conf says at the time.
+/// Where queries go: fixed addresses, or the name servers in the host's resolv.conf at the time.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     fixed: Option<Vec<SocketAddr>>,
@@ -47,7 +47,7 @@ impl Upstream {
         if let Some(fixed) = &self.fixed {
             return fixed.clone();
         }
-        let seen = self.lock().clone();
+        let seen = self.seen.lock().clone();
         if seen.checked.is_some_and(|at| at.elapsed() < RECHECK) {
             return seen.resolvers;
         }
@@ -57,15 +57,11 @@ impl Upstream {
         } else {
             parse(&tokio::fs::read_to_string(RESOLV_CONF).await.unwrap_or_default())
         };
-        *self.lock() = Seen { checked: Some(Instant::now()), modified, resolvers: resolvers.clone() };
+        *self.seen.lock() = Seen { checked: Some(Instant::now()), modified, resolvers: resolvers.clone() };
         resolvers
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    /// Asks one resolver after the other. None: none answered.
+    /// Asks one resolver after the other. None if no resolver answers.
     pub(super) async fn ask(&self, query: &Query) -> Option<Vec<u8>> {
         for resolver in self.resolvers().await.into_iter().take(MAX_RESOLVERS) {
             if let Some(answer) = ask_one(resolver, query).await {
@@ -81,11 +77,11 @@ async fn ask_one(resolver: SocketAddr, query: &Query) -> Option<Vec<u8>> {
     if !cut {
         return Some(short);
     }
-    // Better a short answer, marked as such, than none.
+    // An answer that is marked as truncated is better than none.
     Some(timeout(PATIENCE, over_tcp(resolver, query)).await.ok().and_then(io::Result::ok).unwrap_or(short))
 }
 
-/// A socket of its own for each query: the random port is half of what makes a forged answer hard.
+/// Each query has its own socket: the random port is half of what makes an answer hard to forge.
 async fn over_udp(resolver: SocketAddr, query: &Query) -> io::Result<(Vec<u8>, bool)> {
     let any: IpAddr =
         if resolver.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
@@ -123,7 +119,7 @@ fn parse(text: &str) -> Vec<SocketAddr> {
     });
     let mut found: Vec<_> = servers.map(|address| SocketAddr::new(address, 53)).take(MAX_RESOLVERS).collect();
     if found.is_empty() {
-        // What the C library does without any.
+        // As the C library does.
         found.push(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 53));
     }
     found

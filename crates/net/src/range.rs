@@ -1,60 +1,41 @@
-//! IPv4 networks, and the names a node gives to what it makes.
+//! IPv4 networks, the range that slots come from, and the names that a node gives to what it makes.
 
 use crate::error::Error;
-use std::{fmt, net::Ipv4Addr, str::FromStr};
+use ipnet::Ipv4Net;
+use std::{fmt, net::Ipv4Addr, ops::Deref, str::FromStr};
 
-/// An IPv4 network such as `10.200.0.0/16`. A bare address is a /32.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Cidr {
-    base: Ipv4Addr,
-    prefix: u8,
-}
+/// An IPv4 network without host bits, such as `10.200.0.0/16`. A bare address is a /32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cidr(Ipv4Net);
 
-/// Text that is no IPv4 network.
+/// Text that is not an IPv4 network.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no IPv4 network such as 10.200.0.0/16 (host bits must be zero)")]
+#[error("not an IPv4 network such as 10.200.0.0/16: `{0}` (host bits must be zero)")]
 pub struct CidrError(String);
 
 impl Cidr {
-    /// None if the prefix is over 32 or host bits are set.
-    #[must_use]
-    pub fn new(base: Ipv4Addr, prefix: u8) -> Option<Self> {
-        let cidr = Self { base, prefix };
-        (prefix <= 32 && base.to_bits() & !cidr.mask() == 0).then_some(cidr)
-    }
-
-    /// Its first address.
-    #[must_use]
-    pub fn base(self) -> Ipv4Addr {
-        self.base
-    }
-
-    /// Length of its prefix.
-    #[must_use]
-    pub fn prefix(self) -> u8 {
-        self.prefix
-    }
-
-    /// Is the address in it?
-    #[must_use]
-    pub fn contains(self, address: Ipv4Addr) -> bool {
-        address.to_bits() & self.mask() == self.base.to_bits()
+    /// The network that `address` is in.
+    pub(crate) fn of(address: Ipv4Addr, prefix: u8) -> Option<Self> {
+        Ipv4Net::new(address, prefix).ok().map(|network| Self(network.trunc()))
     }
 
     /// Do the two share an address?
-    #[must_use]
-    pub fn overlaps(self, other: Self) -> bool {
-        self.contains(other.base) || other.contains(self.base)
+    pub(crate) fn overlaps(self, other: Self) -> bool {
+        self.contains(&*other) || other.contains(&*self)
     }
+}
 
-    fn mask(self) -> u32 {
-        u32::MAX.checked_shl(32 - u32::from(self.prefix)).unwrap_or(0)
+impl Deref for Cidr {
+    type Target = Ipv4Net;
+
+    fn deref(&self) -> &Ipv4Net {
+        &self.0
     }
 }
 
 impl fmt::Display for Cidr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.base, self.prefix)
+        self.0.fmt(f)
     }
 }
 
@@ -62,22 +43,19 @@ impl FromStr for Cidr {
     type Err = CidrError;
 
     fn from_str(text: &str) -> Result<Self, CidrError> {
-        let (base, prefix) = text.split_once('/').unwrap_or((text, "32"));
-        base.parse()
-            .ok()
-            .zip(prefix.parse().ok())
-            .and_then(|(base, prefix)| Self::new(base, prefix))
-            .ok_or_else(|| CidrError(text.to_owned()))
+        let network = text.parse().or_else(|_| text.parse::<Ipv4Addr>().map(Ipv4Net::from));
+        let network = network.ok().filter(|network| network.addr() == network.network());
+        network.map(Self).ok_or_else(|| CidrError(text.to_owned()))
     }
 }
 
-/// The range that slots come out of: a /30 each.
+/// The range that slots come from: a /30 each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Range(Cidr);
 
 impl Range {
     pub(crate) fn new(cidr: Cidr) -> Result<Self, Error> {
-        if (8..=28).contains(&cidr.prefix) { Ok(Self(cidr)) } else { Err(Error::Range(cidr)) }
+        if (8..=28).contains(&cidr.prefix_len()) { Ok(Self(cidr)) } else { Err(Error::Range(cidr)) }
     }
 
     pub(crate) fn cidr(self) -> Cidr {
@@ -86,29 +64,29 @@ impl Range {
 
     /// How many slots fit; an index is 16 bits wide.
     pub(crate) fn slots(self) -> u32 {
-        (1 << (30 - self.0.prefix.min(30))).min(u32::from(u16::MAX) + 1)
+        (1 << (30 - self.0.prefix_len().min(30))).min(u32::from(u16::MAX) + 1)
     }
 
     /// The host's end of the slot's link.
     pub(crate) fn host_end(self, index: u16) -> Ipv4Addr {
-        Ipv4Addr::from_bits(self.0.base.to_bits() + 4 * u32::from(index) + 1)
+        Ipv4Addr::from_bits(self.0.addr().to_bits() + 4 * u32::from(index) + 1)
     }
 
-    /// The slot's end: what the sandbox looks like from outside its namespace.
+    /// The slot's end: the address of the sandbox outside its namespace.
     pub(crate) fn slot_end(self, index: u16) -> Ipv4Addr {
-        Ipv4Addr::from_bits(self.0.base.to_bits() + 4 * u32::from(index) + 2)
+        Ipv4Addr::from_bits(self.0.addr().to_bits() + 4 * u32::from(index) + 2)
     }
 }
 
-/// What tells the things of one node on a host from those of another: 4 to 6 hexadecimal characters.
+/// Tells the slots of one node on a host from those of another: 4 to 6 hexadecimal characters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct NodeTag(String);
 
-/// Start of the name of every link of every node on the host.
+/// Prefix of the links of all nodes on the host.
 pub(crate) const LINK_PREFIX: &str = "kk-";
 
 impl NodeTag {
-    /// Start of the names of this node's links on the host.
+    /// Prefix of this node's links on the host.
     pub(crate) fn link_prefix(&self) -> String {
         format!("{LINK_PREFIX}{}-", self.0)
     }
@@ -118,7 +96,7 @@ impl NodeTag {
         format!("{}{index}", self.link_prefix())
     }
 
-    /// Start of the names of this node's namespaces.
+    /// Prefix of this node's namespaces.
     pub(crate) fn netns_prefix(&self) -> String {
         format!("keiki-{}-", self.0)
     }
