@@ -1,4 +1,4 @@
-//! Trees in and out as tar streams, on threads made for what blocks.
+//! Packs and unpacks trees as tar streams, on threads for blocking work.
 
 use crate::files::{FileError, absolute};
 use bytes::Bytes;
@@ -8,7 +8,7 @@ use std::{fs, io::Write, path::Path};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// Sends what is at `path` as a tar stream.
+/// Sends the file or directory at `path` as a tar stream.
 pub fn pack(path: &[u8], sender: mpsc::Sender<Result<FileChunk, Status>>) -> Result<(), FileError> {
     let path = absolute(path)?;
     let mut out =

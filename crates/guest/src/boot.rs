@@ -1,8 +1,8 @@
-//! From the kernel's first process to a running system: modules, root disk, mounts, network.
+//! Boots the system: modules, root disk, mounts, network.
 //!
-//! The agent starts as `/init` of an initial RAM file system, goes over to the root disk and stays the same
-//! process. Nothing of the sandbox's own start-up runs and nothing is installed in it. Only the root disk is
-//! indispensable; everything else that fails is told on the console and left out.
+//! The agent starts as `/init` of an initial RAM file system, switches to the root disk and stays
+//! the same process. It runs no init system of the sandbox and installs nothing. Only the root disk
+//! is required; other failures are logged on the console and skipped.
 
 use crate::{
     log,
@@ -31,13 +31,13 @@ const DEFAULT_ROOT: &str = "/dev/vda";
 const DISK_WAIT: Duration = Duration::from_secs(20);
 const NEW_ROOT: &str = "/keiki/root";
 
-/// Why there is no system to run.
+/// Why the system does not boot.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
-    /// The root disk never came.
+    /// The root disk never appeared.
     #[error("the root disk {0} did not appear")]
     NoDisk(String),
-    /// A step that nothing works without.
+    /// A required step failed.
     #[error("{0}")]
     Step(&'static str, #[source] io::Error),
 }
@@ -55,7 +55,7 @@ pub fn boot() -> Result<(), BootError> {
     Ok(())
 }
 
-/// Runs a step that the system can do without.
+/// Logs the error of an optional step.
 fn attempt(what: &str, result: Result<(), impl Into<io::Error>>) {
     if let Err(error) = result {
         log::line(&format!("{what}: {}", error.into()));
@@ -85,7 +85,7 @@ fn mount_fs(kind: &str, at: &str, flags: MountFlags, options: &str) -> io::Resul
     }
 }
 
-/// Loads what the image lists, in its order. What is there already or does not fit is passed over.
+/// Loads the modules that the image lists, in order. Skips those that are built in or do not fit.
 fn load_modules() {
     let Ok(list) = fs::read_to_string(MODULE_LIST) else { return };
     for name in list.lines().map(str::trim).filter(|line| !line.is_empty()) {
@@ -128,7 +128,7 @@ fn mount_root() -> Result<(), BootError> {
         mount_move(at, target.as_str())
             .map_err(|error| BootError::Step("cannot move a mount to the root disk", error.into()))?;
     }
-    // The modules are loaded: give their memory back. The agent's own file stays, it is running.
+    // The modules are loaded: free their memory. The agent's own file stays, because it is running.
     attempt("modules", fs::remove_dir_all(MODULE_DIR));
     let switch = || -> rustix::io::Result<()> {
         chdir(NEW_ROOT)?;
@@ -136,7 +136,7 @@ fn mount_root() -> Result<(), BootError> {
         chroot(".")?;
         chdir("/")
     };
-    switch().map_err(|error| BootError::Step("cannot change to the root disk", error.into()))
+    switch().map_err(|error| BootError::Step("cannot switch to the root disk", error.into()))
 }
 
 fn late_mounts() {
@@ -156,7 +156,7 @@ fn late_mounts() {
         ("/proc/self/fd/1", "/dev/stdout"),
         ("/proc/self/fd/2", "/dev/stderr"),
     ] {
-        // There already on some kernels.
+        // Exists on some kernels.
         let _ = symlink(target, link);
     }
     for (at, mode) in [("/run/lock", 0o1777), ("/run/keiki", 0o755)] {
@@ -168,7 +168,7 @@ fn late_mounts() {
     }
 }
 
-/// What commands inherit. The kernel never chooses the first process when memory is short.
+/// Limits that commands inherit. The kernel never kills the first process when memory is short.
 fn limits() {
     let files = Rlimit { current: Some(65_536), maximum: Some(1_048_576) };
     attempt("limit of open files", setrlimit(Resource::Nofile, files));
@@ -184,10 +184,10 @@ fn sysctls() {
         ("fs/inotify/max_user_instances", "1024"),
         ("net/ipv4/ping_group_range", "0 2147483647"),
         ("kernel/printk", "4 4 1 7"),
-        // A machine that stood still for days has no hung tasks.
+        // A machine that was frozen for days has no hung tasks.
         ("kernel/hung_task_timeout_secs", "0"),
     ] {
-        // Not every kernel has all of them.
+        // Not every kernel has all of these.
         let _ = fs::write(Path::new("/proc/sys").join(name), value);
     }
 }
@@ -200,7 +200,7 @@ fn network() {
             log::line("no network device");
             return Ok(());
         }
-        // Absent where the kernel has no IPv6.
+        // Absent if the kernel has no IPv6.
         let _ = fs::write("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", "1");
         interface_up(socket.as_fd(), "eth0", Some((GUEST, PREFIX)))?;
         default_route(socket.as_fd(), GATEWAY)
@@ -208,7 +208,7 @@ fn network() {
     attempt("network", configure());
 }
 
-/// A rootfs without a name server gets the gateway's. One that names its own keeps it.
+/// Sets the gateway as name server, unless the root disk names its own.
 fn resolver() {
     const FILE: &str = "/etc/resolv.conf";
     if fs::read(FILE).is_ok_and(|text| text.iter().any(|byte| !byte.is_ascii_whitespace())) {

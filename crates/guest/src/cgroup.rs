@@ -1,10 +1,10 @@
-//! Control groups: the agent in one, all user work below another, each command in its own below that.
+//! Control groups: one for the agent, one for all user work, and below that one for each command.
 //!
-//! Freezing user work is one write to the group above all of it. The kernel then holds each process the next
-//! time it would return to user mode, and says so in `cgroup.events`.
+//! Freezing user work is one write to its top group. The kernel stops each process the next time it
+//! would return to user mode, and reports that in `cgroup.events`.
 //!
-//! Making a group and removing it take the kernel longer than starting a small program. So a group that has
-//! become empty is used again, and everything that is on somebody's way is a file that stays open.
+//! Creating and removing a group takes the kernel longer than starting a small program. So empty
+//! groups are reused, and files on the fast path stay open.
 
 use crate::{log, sys};
 use rustix::fs::{Mode, OFlags};
@@ -24,13 +24,13 @@ const ROOT: &str = "/sys/fs/cgroup";
 const AGENT: &str = "/sys/fs/cgroup/keiki";
 const USER: &str = "/sys/fs/cgroup/user";
 
-/// Makes the groups and puts this process into the agent's. Without some controllers it works as well.
+/// Creates the groups and moves this process into the agent's. Controllers are optional.
 pub fn prepare() -> io::Result<()> {
     fs::create_dir_all(AGENT)?;
     fs::create_dir_all(USER)?;
     fs::write(Path::new(AGENT).join("cgroup.procs"), "0")?;
     for controller in ["+memory", "+pids", "+cpu"] {
-        // The kernel was built without it, or keeps it for cgroup v1.
+        // The kernel may lack it, or use it for cgroup v1.
         let _ = fs::write(Path::new(ROOT).join("cgroup.subtree_control"), controller);
     }
     Ok(())
@@ -46,12 +46,13 @@ pub struct Group {
 }
 
 impl Group {
-    /// Makes it. `name` must be a plain file name without a dot (those are the kernel's).
+    /// Creates a group for user work. `name` is a plain file name without a dot: names with dots
+    /// belong to the kernel.
     pub fn new(name: &str) -> io::Result<Self> {
         Self::make(Path::new(USER).join(name))
     }
 
-    /// Makes one outside of user work, which a freeze of that leaves alone.
+    /// Creates a group outside user work, which is not frozen with it.
     pub fn of_agent(name: &str) -> io::Result<Self> {
         Self::make(Path::new(ROOT).join(name))
     }
@@ -64,49 +65,50 @@ impl Group {
         match opened {
             Ok((directory, events)) => Ok(Self { path, directory, events, killed: AtomicBool::new(false) }),
             Err(error) => {
-                // Nobody is in it yet.
+                // It is still empty.
                 let _ = fs::remove_dir(&path);
                 Err(error.into())
             }
         }
     }
 
-    /// The directory, to start a process in.
+    /// The directory of the group, to start a process in it.
     pub fn directory(&self) -> BorrowedFd<'_> {
         self.directory.as_fd()
     }
 
-    /// Has it no process, nor has any group below it?
+    /// Whether no process is in it or in a group below it.
     pub fn is_empty(&self) -> bool {
         says(&self.events, b"populated 0").is_ok_and(|empty| empty)
     }
 
-    /// Is it as good as new, once it is empty? Not if user work made groups below it. Nor if it was killed:
-    /// Linux compares how often that was with the agent's own group and kills the next one started into it.
+    /// Whether the empty group can be used again. Not if user work created groups below it, and not
+    /// if it was killed: Linux compares a count of kills with the one of the agent's group, and
+    /// would kill the next process started in it.
     pub fn is_reusable(&self) -> bool {
-        // A directory's own two links, and one for each directory in it.
+        // Two links of its own, and one for each directory in it.
         let is_alone = rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_nlink <= 2);
         is_alone && !self.killed.load(Ordering::Relaxed)
     }
 
-    /// Not to be used again: it may have been killed by itself.
-    pub fn wear_out(&self) {
+    /// Never use this group again: a process in it may have killed it.
+    pub fn retire(&self) {
         self.killed.store(true, Ordering::Relaxed);
     }
 
     /// Kills every process in it.
     pub fn kill(&self) -> io::Result<()> {
-        self.wear_out();
+        self.retire();
         fs::write(self.path.join("cgroup.kill"), "1")
     }
 
-    /// Its processes, by number.
+    /// The pids of its processes.
     pub fn processes(&self) -> io::Result<Vec<i32>> {
         let text = fs::read_to_string(self.path.join("cgroup.procs"))?;
         Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
     }
 
-    /// Removes it if it is empty. False: it is not.
+    /// Removes it. False if it is not empty.
     pub fn remove(&self) -> bool {
         match fs::remove_dir(&self.path) {
             Ok(()) => true,
@@ -120,8 +122,8 @@ pub fn kill_user() -> io::Result<()> {
     fs::write(Path::new(USER).join("cgroup.kill"), "1")
 }
 
-/// Holds all user work, and returns when it stands still. On error, and when nobody waits for it any more,
-/// user work goes on.
+/// Freezes all user work and returns when it is frozen. On error, and if the caller stops waiting,
+/// user work resumes.
 pub async fn freeze_user(limit: Duration) -> io::Result<()> {
     let mut guard = ThawUnless { done: false };
     timeout(limit, freeze_and_wait()).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
@@ -143,7 +145,7 @@ impl Drop for ThawUnless {
     }
 }
 
-/// Lets user work go on.
+/// Resumes user work.
 pub fn thaw_user() -> io::Result<()> {
     set_frozen(b"0")
 }
@@ -156,7 +158,7 @@ fn set_frozen(how: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Is there any process of user work, in whatever group below its own?
+/// Whether there is any process of user work.
 pub fn has_user_work() -> io::Result<bool> {
     static EVENTS: OnceLock<fs::File> = OnceLock::new();
     let events = sys::kept_open(&EVENTS, || fs::File::open(Path::new(USER).join("cgroup.events")))?;
@@ -171,7 +173,7 @@ async fn freeze_and_wait() -> io::Result<()> {
         if says(events.get_ref(), b"frozen 1")? {
             return Ok(());
         }
-        // The kernel marks the file anew at each change; a missed mark costs some milliseconds.
+        // The kernel marks the file at each change; a missed mark costs some milliseconds.
         if let Ok(ready) = timeout(Duration::from_millis(5), events.ready(Interest::PRIORITY)).await {
             ready?.clear_ready();
         }

@@ -1,7 +1,8 @@
-//! TCP connections to ports of this machine, carried for the node.
+//! TCP connections to ports of this machine, on behalf of the node.
 //!
-//! Each direction ends for itself: an `eof` is a half-close, and a stream that stops without one was cut off,
-//! which the other end sees as a reset. Nothing is kept here: a piece is taken when there is room for it.
+//! Each direction ends separately: `eof` is a half-close, and a stream that stops without one was
+//! cut off, which the other end sees as a reset. Nothing is buffered here: data is read when there
+//! is room for it.
 
 use bytes::Bytes;
 use keiki_protocol::{guest::DialChunk, net};
@@ -23,7 +24,7 @@ use tonic::{Status, Streaming};
 
 /// Bytes sent at once.
 const PIECE: usize = 32 << 10;
-/// A listener whose queue is full answers late or never.
+/// A listener with a full queue answers late or never.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 /// Connects to the port that the first chunk names.
@@ -35,23 +36,23 @@ pub async fn connect(chunks: &mut Streaming<DialChunk>) -> Result<TcpStream, Sta
     for address in addresses {
         match timeout(CONNECT_LIMIT, TcpStream::connect((address, port))).await {
             Ok(Ok(stream)) => {
-                // Whoever sends little wants it to arrive.
+                // Small writes are sent at once.
                 stream
                     .set_nodelay(true)
                     .map_err(|error| Status::internal(format!("port {port}: {error}")))?;
                 return Ok(stream);
             }
-            // Not at this address, or there is no such address here.
+            // Nothing listens at this address, or the machine does not have it.
             Ok(Err(_)) => {}
             Err(_) => {
-                return Err(Status::deadline_exceeded(format!("port {port} accepts no connection")));
+                return Err(Status::deadline_exceeded(format!("port {port} does not accept connections")));
             }
         }
     }
     Err(Status::not_found(format!("nothing listens on port {port}")))
 }
 
-/// Carries a connection until both directions have ended, one was cut off, or nobody takes what it sends.
+/// Carries a connection until both directions have ended, one was cut off, or the caller is gone.
 pub async fn carry(
     mut stream: TcpStream,
     chunks: Streaming<DialChunk>,
@@ -61,10 +62,10 @@ pub async fn carry(
     let both = async { tokio::try_join!(inward(chunks, to), outward(from, &sender)).map(drop) };
     let done = tokio::select! {
         done = both => done,
-        () = sender.closed() => Err(Status::cancelled("the connection was given up")),
+        () = sender.closed() => Err(Status::cancelled("the caller closed the connection")),
     };
     if let Err(status) = done {
-        // The program inside is told, too, that this was no orderly end.
+        // The program inside sees a reset too.
         let _ = rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO));
         let _ = sender.try_send(Err(status));
     }
@@ -86,8 +87,9 @@ async fn outward(
 ) -> Result<(), Status> {
     loop {
         let mut data = Vec::with_capacity(PIECE);
-        // Room first: what is read is sent.
-        let room = sender.reserve().await.map_err(|_| Status::cancelled("the connection was given up"))?;
+        // Reserve room before reading.
+        let room =
+            sender.reserve().await.map_err(|_| Status::cancelled("the caller closed the connection"))?;
         let got = from.read_buf(&mut data).await.map_err(reset)?;
         room.send(Ok(DialChunk { port: 0, data: Bytes::from(data), eof: got == 0 }));
         if got == 0 {

@@ -1,5 +1,5 @@
-//! Files of the sandbox, as root. Everything here may block for as long as the file system likes (a user may
-//! have mounted one of their own), so callers run it on threads made for that.
+//! Files of the sandbox, accessed as root. Everything here may block as long as the file system
+//! does (a user may have mounted one), so callers run it on threads for blocking work.
 
 use bytes::Bytes;
 use keiki_protocol::guest::{Entry, FileChunk, WriteHeader};
@@ -21,42 +21,37 @@ use std::{
 
 /// Bytes sent at once.
 const PIECE: usize = 64 << 10;
-/// A directory with more entries is refused, or with names that fill more than this.
+/// Limits of a directory listing: entries, and bytes.
 const MAX_ENTRIES: usize = 100_000;
 const MAX_LISTING: usize = 12 << 20;
-/// Links followed to find what is to be replaced.
+/// Links followed to find the file to replace.
 const MAX_LINKS: usize = 16;
 
 /// Why a file operation failed. `Display` is a sentence for users.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// The request makes no sense.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// It would not fit into an answer.
-    #[error("{0}: more entries than one answer can hold")]
+    /// The listing does not fit into one answer.
+    #[error("{0}: too many entries for one answer")]
     TooLarge(String),
-    /// It is more than can be done at once.
+    /// A limit is exceeded.
     #[error("{0}")]
     TooMany(String),
-    /// The receiver went away.
+    /// The transfer ended early.
     #[error("the transfer was cut off")]
     CutOff,
     /// The system refused.
     #[error("{path}: {}", describe(.error))]
-    System {
-        /// What it was about.
-        path: String,
-        /// Why.
-        error: io::Error,
-    },
+    System { path: String, error: io::Error },
 }
 
-/// Plain words for the usual errors.
+/// Plain words for common errors.
 fn describe(error: &io::Error) -> String {
     let words = match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NOENT) => "no such file or directory",
-        Some(Errno::EXIST) => "exists already",
+        Some(Errno::EXIST) => "already exists",
         Some(Errno::ACCESS | Errno::PERM) => "not permitted",
         Some(Errno::NOTDIR) => "not a directory",
         Some(Errno::ISDIR) => "is a directory",
@@ -83,18 +78,19 @@ impl<T, E: Into<io::Error>> About<T> for Result<T, E> {
     }
 }
 
-/// A path as it comes from the node.
+/// Checks a path that comes from the node.
 pub fn absolute(bytes: &[u8]) -> Result<&Path, FileError> {
     if bytes.first() != Some(&b'/') {
         return Err(FileError::Invalid("the path must be absolute".into()));
     }
     if bytes.contains(&0) {
-        return Err(FileError::Invalid("the path holds a zero byte".into()));
+        return Err(FileError::Invalid("the path contains a zero byte".into()));
     }
     Ok(Path::new(OsStr::from_bytes(bytes)))
 }
 
-/// Reads a file from `offset`, `limit` bytes or (0) to its end, piece by piece. `send` says false to stop.
+/// Reads `limit` bytes of a file from `offset`, or to its end if `limit` is 0, in pieces. `send`
+/// returns false to stop.
 pub fn read(
     path: &Path,
     offset: u64,
@@ -116,7 +112,7 @@ pub fn read(
         let got = match data.is_empty() {
             true => 0,
             false => match file.read(&mut data) {
-                // Files like /proc/kmsg wait for more: what there is now is all.
+                // Files like /proc/kmsg wait for more data; this ends here.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
                 got => got.about(path)?,
             },
@@ -148,7 +144,8 @@ fn regular(path: &Path, meta: &Metadata) -> Result<(), FileError> {
     Ok(())
 }
 
-/// A file being written beside the one it will replace. Dropped before [`Upload::commit`] it leaves nothing.
+/// A file being written next to the one it will replace. If it is dropped before
+/// [`Upload::commit`], nothing is left.
 #[derive(Debug)]
 pub struct Upload {
     file: File,
@@ -158,8 +155,8 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// Begins to write what `header` names. Links are followed; the new file gets the mode and owner of the
-    /// one it replaces, unless the header says otherwise.
+    /// Begins to write the file that `header` names. Links are followed. The new file gets the mode
+    /// and owner of the one it replaces, unless the header sets them.
     pub fn begin(header: &WriteHeader) -> Result<Self, FileError> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let account = match header.user.as_str() {
@@ -174,7 +171,7 @@ impl Upload {
         }
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let temporary = parent.join(format!(".keiki-{}-{number}.tmp", std::process::id()));
-        // Left by an agent of an earlier boot, if it exists: nobody else uses such a name.
+        // If it exists, an agent of an earlier boot left it: no other program uses such a name.
         let _ = fs::remove_file(&temporary);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let file = File::from(rustix::fs::open(&temporary, flags, Mode::RUSR | Mode::WUSR).about(&target)?);
@@ -200,7 +197,7 @@ impl Upload {
         Ok(())
     }
 
-    /// Puts the file in its place. Returns its size.
+    /// Moves the file into place. Returns its size.
     pub fn commit(mut self) -> Result<u64, FileError> {
         if let Some(temporary) = &self.temporary {
             fs::rename(temporary, &self.target).about(&self.target)?;
@@ -218,7 +215,7 @@ impl Drop for Upload {
     }
 }
 
-/// What a write to `path` replaces: the end of a chain of links.
+/// The file that a write to `path` replaces, at the end of a chain of links.
 fn destination(path: &Path) -> Result<(PathBuf, Option<Metadata>), FileError> {
     let mut target = path.to_owned();
     for _ in 0..MAX_LINKS {
@@ -242,7 +239,7 @@ fn destination(path: &Path) -> Result<(PathBuf, Option<Metadata>), FileError> {
     Err(Errno::LOOP).about(path)
 }
 
-/// Makes directories that are missing, owned by `owner` if given.
+/// Creates missing directories, owned by `owner` if given.
 fn make_parents(path: &Path, mode: u32, owner: Option<(u32, u32)>) -> Result<(), FileError> {
     let mut made = PathBuf::new();
     for part in path.components() {
@@ -262,13 +259,13 @@ fn make_parents(path: &Path, mode: u32, owner: Option<(u32, u32)>) -> Result<(),
     Ok(())
 }
 
-/// What is at `path` itself; a link is not followed.
+/// The entry at `path`. Does not follow a link.
 pub fn stat(path: &Path) -> Result<Entry, FileError> {
     let meta = fs::symlink_metadata(path).about(path)?;
     Ok(entry(path, &meta))
 }
 
-/// What is in a directory, by name.
+/// The entries of a directory, sorted by name.
 pub fn list(path: &Path) -> Result<Vec<Entry>, FileError> {
     let mut entries = vec![];
     let mut size = 0;
@@ -320,7 +317,7 @@ fn entry(path: &Path, meta: &Metadata) -> Entry {
     }
 }
 
-/// Makes a directory; with `parents` also those above it, and one that exists is fine.
+/// Creates a directory. With `parents`, also those above it, and it may already exist.
 pub fn mkdir(path: &Path, parents: bool, mode: u32) -> Result<(), FileError> {
     let mode = if mode == 0 { 0o755 } else { mode & 0o7777 };
     if parents {
@@ -335,17 +332,17 @@ pub fn mkdir(path: &Path, parents: bool, mode: u32) -> Result<(), FileError> {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).about(path)
 }
 
-/// Renames, replacing what a rename may replace.
+/// Renames a file or directory, and replaces an existing one as rename(2) does.
 pub fn rename(from: &Path, to: &Path) -> Result<(), FileError> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::empty()) {
-        // The error does not say which of the two it is about.
+        // The error does not say which of the two paths it is about.
         Err(Errno::NOENT) if fs::symlink_metadata(from).is_ok() => Err(Errno::NOENT).about(to),
         Err(Errno::NOENT) => Err(Errno::NOENT).about(from),
         result => result.about(to),
     }
 }
 
-/// Removes a file, a link, an empty directory, or (`recursive`) a directory with all in it.
+/// Removes a file, a link, an empty directory, or with `recursive` a directory with its contents.
 pub fn remove(path: &Path, recursive: bool) -> Result<(), FileError> {
     if path == Path::new("/") {
         return Err(FileError::Invalid("the root directory cannot be removed".into()));
@@ -359,15 +356,15 @@ pub fn remove(path: &Path, recursive: bool) -> Result<(), FileError> {
     .about(path)
 }
 
-/// Sets permission bits; a link is followed.
+/// Sets permission bits. Follows a link.
 pub fn chmod(path: &Path, mode: u32) -> Result<(), FileError> {
     rustix::fs::chmodat(CWD, path, Mode::from_raw_mode(mode & 0o7777), AtFlags::empty()).about(path)
 }
 
-/// Makes a symbolic link.
+/// Creates a symbolic link.
 pub fn symlink(target: &[u8], link: &Path) -> Result<(), FileError> {
     if target.is_empty() || target.contains(&0) {
-        return Err(FileError::Invalid("the target is empty or holds a zero byte".into()));
+        return Err(FileError::Invalid("the target is empty or contains a zero byte".into()));
     }
     std::os::unix::fs::symlink(OsStr::from_bytes(target), link).about(link)
 }
@@ -462,7 +459,7 @@ mod tests {
         says(read(dir.path(), 0, 0, |_| true), "is a directory");
         says(read(Path::new("/dev/zero"), 0, 0, |_| true), "not a regular file");
         says(stat(&at("none")).map(drop), "no such file or directory");
-        says(mkdir(&at("file"), false, 0), "exists already");
+        says(mkdir(&at("file"), false, 0), "already exists");
         says(mkdir(&at("file/x/y"), true, 0), "not a directory");
         mkdir(&at("a/b/c"), true, 0o700).unwrap();
         mkdir(&at("a/b/c"), true, 0).unwrap();

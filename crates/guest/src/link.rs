@@ -8,10 +8,10 @@
 //!     └── end of file, error, anything else ─┘
 //! ```
 //!
-//! A machine may be frozen anywhere in this and wake up in a copy whose host knows nothing of it. Mostly the
-//! port then reads as ended. But a host that connects at once may be there before the guest has looked, and
-//! its hello arrives in the middle of a call or session, which would take it for the rest of what it waits
-//! for. So both look for hellos too, and end at one.
+//! A machine may be frozen in any of these states and resume in a copy whose host knows nothing of
+//! the connection. Usually the port then reads as ended. But if a new host connects before the
+//! guest has noticed, its hello arrives in the middle of a call or session, which would take it for
+//! more of its input. So both also scan for hellos, and end at one.
 
 use crate::{identity::uptime, log, port::Port, service::Agent};
 use bytes::BytesMut;
@@ -25,11 +25,12 @@ use keiki_protocol::{
     guest::guest_server::GuestServer,
     handshake::{HELLO_LEN, Hello, MARKER, Scanner},
 };
+use parking_lot::Mutex;
 use std::{
     future::poll_fn,
     io,
     pin::{Pin, pin},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -40,15 +41,15 @@ use tokio::{
     time::sleep,
 };
 
-/// How long a port without host is left alone unless it reports a change.
+/// How long to wait for a change of a port without a host before reading again.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Input in flight per call.
 const STREAM_WINDOW: u32 = 128 << 10;
-/// Input in flight altogether.
+/// Input in flight for all calls together.
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
-/// Bytes read at a time where it is not HTTP/2 that reads.
+/// Bytes read at a time before HTTP/2.
 const READ: usize = 4096;
-/// What HTTP/2 begins with.
+/// The first byte of HTTP/2.
 const HTTP2: u8 = b'P';
 
 /// Serves the node for ever.
@@ -75,14 +76,14 @@ pub async fn serve(agent: Agent) {
     }
 }
 
-/// Serves one connection until it ends. Returns what was read of the next one.
+/// Serves one connection until it ends. Returns the bytes that were read of the next one.
 async fn connection(port: &Arc<Port>, pending: Vec<u8>, agent: &Agent) -> io::Result<Vec<u8>> {
     let (hello, rest) = listen(port, pending).await?;
     let ours = Hello { uptime_ms: uptime(), ..Hello::new(agent.generation(), hello.nonce) };
-    // Also to a node of another age, which can say then why it gives up.
+    // Also to a node of another version, which can then report why it gives up.
     send(port, &ours.encode()).await?;
     if hello.agree().is_none() {
-        log::line(&format!("the node speaks protocol {} to {}", hello.oldest, hello.version));
+        log::line(&format!("the node speaks protocol versions {} to {}", hello.oldest, hello.version));
         return Ok(vec![]);
     }
     let mut input = Input { hello, watch: HelloWatch::default(), bytes: BytesMut::new() };
@@ -95,7 +96,7 @@ async fn connection(port: &Arc<Port>, pending: Vec<u8>, agent: &Agent) -> io::Re
     }
 }
 
-/// Finds a hello. Returns it with what was read behind it.
+/// Finds a hello. Returns it with the bytes read after it.
 async fn listen(port: &Port, mut bytes: Vec<u8>) -> io::Result<(Hello, Vec<u8>)> {
     let mut scanner = Scanner::default();
     loop {
@@ -113,7 +114,7 @@ async fn listen(port: &Port, mut bytes: Vec<u8>) -> io::Result<(Hello, Vec<u8>)>
     }
 }
 
-/// Sends it, unless the host stops listening.
+/// Sends bytes, unless the host stops reading.
 async fn send(port: &Port, mut left: &[u8]) -> io::Result<()> {
     let send = async {
         while !left.is_empty() {
@@ -124,13 +125,14 @@ async fn send(port: &Port, mut left: &[u8]) -> io::Result<()> {
     tokio::time::timeout(Duration::from_secs(1), send).await.unwrap_or(Ok(()))
 }
 
-/// Carries out calls of the release gate until HTTP/2 begins. If the connection ends before: what was read of the next one.
+/// Carries out calls of the release gate until HTTP/2 begins. If the connection ends before that,
+/// returns the bytes read of the next one.
 async fn gate(port: &Port, input: &mut Input, agent: &Agent) -> io::Result<Option<Vec<u8>>> {
     loop {
         match input.next() {
             Ok(Some(Next::Http2)) => return Ok(None),
             Ok(Some(Next::Call(call))) => {
-                // First the work: mostly it is done before anything could be read.
+                // The work first: usually it is done before anything can be read.
                 let reply = tokio::select! {
                     biased;
                     reply = agent.gate(call) => reply,
@@ -145,23 +147,23 @@ async fn gate(port: &Port, input: &mut Input, agent: &Agent) -> io::Result<Optio
             }
             Err(error) => {
                 log::line(&format!("agent port: {error}"));
-                // A hello may have begun in it.
+                // A hello may have begun in these bytes.
                 return Ok(Some(std::mem::take(&mut input.watch.candidate)));
             }
         }
     }
 }
 
-/// What a host says until HTTP/2 begins.
+/// Input of a host until HTTP/2 begins.
 #[derive(Debug)]
 struct Input {
-    /// It began with this.
+    /// The hello that began it.
     hello: Hello,
     watch: HelloWatch,
     bytes: BytesMut,
 }
 
-/// What comes next in it.
+/// What the input continues with.
 #[derive(Debug)]
 enum Next {
     Call(Call),
@@ -169,17 +171,17 @@ enum Next {
 }
 
 impl Input {
-    /// What its bytes begin with. None: not all of it is there.
+    /// What the input continues with. None if it is incomplete.
     fn next(&mut self) -> Result<Option<Next>, GateError> {
         match self.bytes.first() {
             Some(&HTTP2) => Ok(Some(Next::Http2)),
-            // The hello again.
+            // A repeated hello.
             Some(&first) if first == MARKER[0] && self.bytes.len() < HELLO_LEN => Ok(None),
             _ => Ok(take_call(&mut self.bytes)?.map(Next::Call)),
         }
     }
 
-    /// Reads on. If the connection ends here: what was read of the next one.
+    /// Reads more. If the connection ends here, returns the bytes read of the next one.
     async fn more(&mut self, port: &Port) -> io::Result<Option<Vec<u8>>> {
         let mut buffer = [0; READ];
         match poll_fn(|cx| port.poll_read(cx, &mut buffer)).await? {
@@ -188,7 +190,7 @@ impl Input {
         }
     }
 
-    /// Waits for the end of the connection; what comes instead is for later.
+    /// Waits for the end of the connection. Other input is kept for later.
     async fn end(&mut self, port: &Port) -> io::Result<Vec<u8>> {
         while self.bytes.len() <= HEAD + MAX_CALL {
             if let Some(pending) = self.more(port).await? {
@@ -198,7 +200,8 @@ impl Input {
         Ok(vec![])
     }
 
-    /// Takes what was read. If another connection begins in it: that. Its own hello may come again.
+    /// Adds bytes. If another connection begins in them, returns its bytes. The connection's own
+    /// hello may be repeated.
     fn take(&mut self, read: &[u8]) -> Option<Vec<u8>> {
         let mut found = self.watch.feed(read);
         if found.is_none() {
@@ -219,7 +222,7 @@ impl Input {
     }
 }
 
-/// Speaks HTTP/2 until the connection ends. Returns what was read of the next one.
+/// Speaks HTTP/2 until the connection ends. Returns the bytes read of the next one.
 async fn session(port: &Arc<Port>, input: Input, agent: &Agent) -> Vec<u8> {
     let over = Arc::new(Over::default());
     let stream = Stream { port: port.clone(), first: input.bytes, watch: input.watch, over: over.clone() };
@@ -238,31 +241,31 @@ async fn session(port: &Arc<Port>, input: Input, agent: &Agent) -> Vec<u8> {
         () = ended => {}
         _ = connection => {}
     }
-    // Calls end with their connection; sessions they watched go on without them.
+    // Calls end with their connection; commands continue without them.
     tasks.abort();
-    std::mem::take(&mut *over.pending.lock().unwrap_or_else(PoisonError::into_inner))
+    std::mem::take(&mut *over.pending.lock())
 }
 
-/// How a session's end reaches the loop around it.
+/// Reports the end of an HTTP/2 session.
 #[derive(Debug, Default)]
 struct Over {
     notify: Notify,
     pending: Mutex<Vec<u8>>,
 }
 
-/// The calls of one connection.
+/// The running calls of one connection.
 #[derive(Debug, Clone, Default)]
 struct Tasks(Arc<Mutex<JoinSet<()>>>);
 
 impl Tasks {
     fn abort(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).abort_all();
+        self.0.lock().abort_all();
     }
 }
 
 impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tasks {
     fn execute(&self, future: F) {
-        let mut set = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut set = self.0.lock();
         while set.try_join_next().is_some() {}
         set.spawn(future);
     }
@@ -278,7 +281,7 @@ struct Stream {
 
 impl Stream {
     fn end(&self, pending: Vec<u8>) -> io::Error {
-        *self.over.pending.lock().unwrap_or_else(PoisonError::into_inner) = pending;
+        *self.over.pending.lock() = pending;
         self.over.notify.notify_waiters();
         io::ErrorKind::ConnectionReset.into()
     }
@@ -327,14 +330,14 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// Finds a hello in a connection's input, over the edges of what is read at a time.
+/// Finds a hello in a connection's input, across the boundaries of reads.
 #[derive(Debug, Default)]
 struct HelloWatch {
     candidate: Vec<u8>,
 }
 
 impl HelloWatch {
-    /// Takes what was read. If a hello is complete in it: that hello and all that follows.
+    /// Adds bytes. If they complete a hello, returns that hello and everything after it.
     fn feed(&mut self, mut bytes: &[u8]) -> Option<Vec<u8>> {
         loop {
             if self.candidate.is_empty() {
@@ -344,7 +347,7 @@ impl HelloWatch {
             bytes = rest;
             let at = self.candidate.len();
             if at < MARKER.len() && byte != MARKER[at] {
-                // A longer run of the marker's first byte may still end in a marker.
+                // A longer run of the marker's first byte may still contain a marker.
                 if !(at == 3 && byte == MARKER[0]) {
                     self.candidate.clear();
                 }
@@ -421,7 +424,8 @@ mod tests {
             assert_eq!(found.as_deref(), Some(expected));
         }
 
-        /// A host that repeats its hello, makes two calls and goes over to HTTP/2, wherever reads end.
+        /// A host that repeats its hello, makes two calls and goes over to HTTP/2, wherever reads
+        /// end.
         #[test]
         fn calls_are_found_behind_repeated_hellos(
             repeats in 0usize..4,

@@ -1,9 +1,9 @@
-//! `keiki-guest` is PID 1 of every sandbox. It boots the root disk's system, collects what ends, and does what
-//! the node asks over one virtio-console port: run commands, move files, stand still for a freeze, and become
-//! the new identity of a copy after a thaw.
+//! `keiki-guest` is PID 1 of every sandbox. It boots the root disk's system, reaps processes, and
+//! serves the node over one virtio-console port: it runs commands, moves files, freezes user work,
+//! and gives a copy its identity after a thaw.
 //!
-//! One thread does nearly everything; what may block on a file system has threads of its own. It must never
-//! end: then the kernel panics, and the machine with it.
+//! One thread does nearly everything; calls that may block on a file system run on other threads.
+//! The agent must never exit: the kernel would panic.
 
 mod archive;
 mod boot;
@@ -24,20 +24,21 @@ mod tcp_table;
 mod users;
 mod watch;
 
+use keiki_sys::error_chain;
 use std::{process::ExitCode, sync::Arc, time::Duration};
 
-/// Threads for what blocks: enough for several transfers and a file system that hangs.
+/// Threads for blocking calls: enough for several transfers and a file system that hangs.
 const BLOCKING_THREADS: usize = 24;
-/// A thread that is there already saves a command a millisecond.
+/// An idle thread saves a command a millisecond.
 const THREAD_KEEP: Duration = Duration::from_secs(3600);
 
 fn main() -> ExitCode {
     if std::process::id() != 1 {
-        eprintln!("keiki-guest is the first process of a sandbox and runs as nothing else");
+        eprintln!("keiki-guest runs only as the first process of a sandbox");
         return ExitCode::from(2);
     }
     if let Err(error) = boot::boot() {
-        log::line(&format!("cannot start: {}", log::chain(&error)));
+        log::line(&format!("cannot start: {}", error_chain(&error)));
         return end();
     }
     if let Err(error) = cgroup::prepare() {
@@ -45,13 +46,14 @@ fn main() -> ExitCode {
         return end();
     }
     if let Err(error) = identity::prepare() {
-        log::line(&format!("machine id: {error}"));
+        log::line(&format!("machine ID: {error}"));
     }
-    // A freeze must not wait for user work's time slices, nor a command for its own child's.
+    // A freeze must not wait for the time slices of user work, nor a command for those of its
+    // child.
     if let Err(error) = sys::go_first() {
         log::line(&format!("priority: {error}"));
     }
-    // A page fault in the agent's own code is time that a thawed copy does not have.
+    // A thawed copy has no time for page faults in the agent's code.
     if let Err(error) = rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT) {
         log::line(&format!("memory: {error}"));
     }
@@ -59,7 +61,7 @@ fn main() -> ExitCode {
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS)
         .thread_keep_alive(THREAD_KEEP)
-        // Without it a thread is slower, not wrong, and the first thread has said so.
+        // Without it a thread is only slower, and the first thread has logged the error.
         .on_thread_start(|| drop(sys::go_first()))
         .build();
     match runtime {
@@ -69,7 +71,7 @@ fn main() -> ExitCode {
     end()
 }
 
-/// Without its agent a machine is of no use, and a kernel panic would hide why.
+/// A machine without its agent is useless, and a kernel panic would hide why.
 fn end() -> ExitCode {
     service::power_off();
     ExitCode::FAILURE

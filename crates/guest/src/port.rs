@@ -1,9 +1,9 @@
 //! The agent port as an asynchronous byte stream.
 //!
-//! The kernel's virtio-console port opens once only, so it stays open for the agent's life, across all
-//! connections. Without a host it reads as ended and polls as hung up. An event loop takes a hang-up as
-//! final, yet here the host comes back; so the port sits behind an epoll instance of its own that reports
-//! each change once, and the runtime watches that instance.
+//! A virtio-console port can be opened only once, so it stays open for the agent's life, across all
+//! connections. Without a host it reads as ended and polls as hung up. An event loop takes a
+//! hang-up as final, but here the host comes back. So the port is in its own epoll instance, which
+//! reports each change once, and the runtime watches that instance.
 
 use rustix::{
     event::{Timespec, epoll},
@@ -32,7 +32,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// Opens the port that the host calls `name`. Its number differs from machine to machine.
+    /// Opens the port that the host calls `name`. Its number differs between machines.
     pub fn open(name: &str) -> io::Result<Self> {
         let path = find(name)?;
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY;
@@ -47,7 +47,8 @@ impl Port {
         Ok(Self { file, changes })
     }
 
-    /// Reads what there is. 0: there is no host. For one task at a time, together with [`Port::poll_write`].
+    /// Reads what is there. 0 if there is no host. For one task at a time, together with
+    /// [`Port::poll_write`].
     pub fn poll_read(&self, context: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         self.poll(context, || rustix::io::read(&self.file, &mut *buffer))
     }
@@ -57,7 +58,7 @@ impl Port {
         self.poll(context, || rustix::io::write(&self.file, bytes))
     }
 
-    /// Waits for a change of any kind, `limit` at most: a host may have come.
+    /// Waits at most `limit` for a change: a host may have connected.
     pub async fn changed(&self, limit: Duration) {
         if let Ok(Ok(mut ready)) = timeout(limit, self.changes.readable()).await {
             take_events(self.changes.get_ref().as_fd());
@@ -83,10 +84,10 @@ impl Port {
     }
 }
 
-/// Marks the changes so far as seen.
+/// Consumes the events so far.
 fn take_events(changes: impl AsFd) {
     let mut events = Vec::with_capacity(1);
-    // Nothing to see is as good as something seen; it is the port that tells what it can do.
+    // No event is fine: the caller tries the port itself.
     let _ = epoll::wait(changes, rustix::buffer::spare_capacity(&mut events), Some(&Timespec::default()));
 }
 

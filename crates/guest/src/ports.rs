@@ -1,7 +1,8 @@
-//! TCP ports that something listens on, from what the kernel shows in `/proc`.
+//! Listening TCP ports, read from `/proc`.
 //!
-//! The tables of sockets say address, port and inode; whose socket it is stands in the descriptors of processes.
-//! That search is bounded: a port whose owner is not found among so many has no name.
+//! The tables of sockets hold address, port and inode; the owner of a socket is found through the
+//! descriptors of processes. That search is bounded: a port whose owner is not found has no process
+//! name.
 
 use crate::tcp_table;
 use keiki_protocol::guest::{ListPortsReply, ListeningPort};
@@ -11,12 +12,12 @@ use std::{
     net::IpAddr,
 };
 
-/// Ports that are told of.
+/// Most ports in an answer.
 const MOST: usize = 1024;
-/// Descriptors looked at for owners.
+/// Descriptors checked to find owners.
 const DESCRIPTORS: usize = 20_000;
 
-/// A socket that listens.
+/// A listening socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Socket {
     address: IpAddr,
@@ -24,7 +25,7 @@ struct Socket {
     inode: u64,
 }
 
-/// All of them, one entry for each port and address.
+/// All listening ports, one entry for each port and address.
 pub fn list() -> io::Result<ListPortsReply> {
     let mut sockets = parse(&fs::read_to_string("/proc/net/tcp")?);
     // A kernel without IPv6 has no such file.
@@ -33,7 +34,7 @@ pub fn list() -> io::Result<ListPortsReply> {
     let mut ports = BTreeMap::new();
     for socket in sockets {
         let (pid, process) = owners.get(&socket.inode).cloned().unwrap_or_default();
-        // Workers that share a port: the first is enough.
+        // Workers may share a port: the first is enough.
         ports.entry((socket.port, socket.address)).or_insert(ListeningPort {
             port: socket.port.into(),
             address: socket.address.to_string(),
@@ -51,7 +52,7 @@ fn parse(table: &str) -> Vec<Socket> {
         .collect()
 }
 
-/// Number and name of the process behind each socket.
+/// The pid and name of the process behind each socket.
 fn owners(sockets: &[Socket]) -> HashMap<u64, (u32, String)> {
     let mut wanted: HashSet<u64> = sockets.iter().map(|socket| socket.inode).collect();
     let mut owners = HashMap::new();

@@ -1,19 +1,17 @@
-//! Everything that ends becomes a child of PID 1 sooner or later, and one place collects it.
+//! Reaps all processes: every process becomes a child of PID 1 sooner or later.
 //!
-//! A command may end before its starter has learned its number. So while a start is under way, the statuses
-//! of unknown processes are kept; once no start is, nobody can ask for them any more.
+//! A command may exit before its pid is registered. So while a start is under way, the statuses of
+//! unknown processes are kept.
 
+use parking_lot::Mutex;
 use rustix::process::{Pid, WaitOptions, WaitStatus, wait};
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, sync::Arc};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::oneshot,
 };
 
-/// Collects ended processes and tells who waits for them.
+/// Reaps processes and passes their statuses on.
 #[derive(Debug, Default)]
 pub struct Reaper {
     inner: Mutex<Inner>,
@@ -31,13 +29,13 @@ struct Inner {
 pub struct Start<'a>(&'a Reaper);
 
 impl Reaper {
-    /// To be called before a process is made.
+    /// Call this before a process is started.
     pub fn start(&self) -> Start<'_> {
-        self.lock().starting += 1;
+        self.inner.lock().starting += 1;
         Start(self)
     }
 
-    /// Collects for ever; calls `orphan` after having collected something that nobody waits for.
+    /// Reaps for ever. Calls `orphan` after it has reaped an unknown process.
     pub async fn run(self: Arc<Self>, mut ended: Signal, orphan: impl Fn()) {
         loop {
             if self.sweep() {
@@ -52,17 +50,13 @@ impl Reaper {
     fn sweep(&self) -> bool {
         let mut orphans = false;
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
-            orphans |= !self.lock().dispatch(pid, status);
+            orphans |= !self.inner.lock().dispatch(pid, status);
         }
         orphans
     }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// Subscribes to the ends of children; to be done before the first one.
+/// Subscribes to SIGCHLD. Call this before the first child exists.
 pub fn subscribe() -> std::io::Result<Signal> {
     signal(SignalKind::child())
 }
@@ -70,7 +64,7 @@ pub fn subscribe() -> std::io::Result<Signal> {
 impl Inner {
     fn dispatch(&mut self, pid: Pid, status: WaitStatus) -> bool {
         if let Some(waiting) = self.waiting.remove(&pid) {
-            // A session that no longer waits has ended otherwise.
+            // It is fine if the session no longer waits.
             let _ = waiting.send(status);
             return true;
         }
@@ -82,10 +76,10 @@ impl Inner {
 }
 
 impl Start<'_> {
-    /// The process is `pid`: its status will be sent once.
+    /// The process has this pid. Its status is sent once.
     pub fn started(self, pid: Pid) -> oneshot::Receiver<WaitStatus> {
         let (sender, receiver) = oneshot::channel();
-        let mut inner = self.0.lock();
+        let mut inner = self.0.inner.lock();
         match inner.early.remove(&pid) {
             Some(status) => drop(sender.send(status)),
             None => drop(inner.waiting.insert(pid, sender)),
@@ -96,7 +90,7 @@ impl Start<'_> {
 
 impl Drop for Start<'_> {
     fn drop(&mut self) {
-        let mut inner = self.0.lock();
+        let mut inner = self.0.inner.lock();
         inner.starting -= 1;
         if inner.starting == 0 {
             inner.early = HashMap::new();
@@ -109,7 +103,7 @@ mod tests {
     use super::Reaper;
     use std::process::Command;
 
-    /// One test, because `wait` takes any child of this process.
+    /// One test, because `wait` reaps any child of this process.
     #[test]
     fn statuses_arrive_whether_the_end_or_the_registration_comes_first() {
         let reaper = Reaper::default();
@@ -127,7 +121,7 @@ mod tests {
 
         let start = reaper.start();
         let pid = rustix::process::Pid::from_child(&run(7));
-        until(&mut || reaper.lock().early.contains_key(&pid));
+        until(&mut || reaper.inner.lock().early.contains_key(&pid));
         let mut early = start.started(pid);
         assert_eq!(early.try_recv().unwrap().exit_status(), Some(7));
 
@@ -142,6 +136,6 @@ mod tests {
 
         let orphan = rustix::process::Pid::from_child(&run(3));
         until(&mut || rustix::process::test_kill_process(orphan).is_err());
-        assert!(reaper.lock().early.is_empty() && reaper.lock().waiting.is_empty());
+        assert!(reaper.inner.lock().early.is_empty() && reaper.inner.lock().waiting.is_empty());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-/// Keeps at most `capacity` bytes; older ones give way.
+/// Keeps the last `capacity` bytes.
 #[derive(Debug)]
 pub struct Ring {
     data: VecDeque<u8>,
@@ -11,17 +11,17 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Empty, at offset 0. Takes memory only as it fills.
+    /// Empty, at offset 0. Memory is allocated as it fills.
     pub fn new(capacity: usize) -> Self {
         Self { data: VecDeque::new(), start: 0, capacity }
     }
 
-    /// Bytes the stream had so far.
+    /// Number of bytes that the stream has had so far.
     pub fn end(&self) -> u64 {
         self.start + self.data.len() as u64
     }
 
-    /// Bytes kept.
+    /// Number of bytes kept.
     pub fn len(&self) -> usize {
         self.data.len()
     }
@@ -35,8 +35,8 @@ impl Ring {
         self.start += (excess + bytes.len() - kept.len()) as u64;
     }
 
-    /// At most `limit` bytes from `offset` on, or from the oldest byte kept if that is later, with the offset
-    /// of the first. None if there is nothing.
+    /// At most `limit` bytes from `offset` or from the oldest byte kept, whichever is later, and
+    /// the offset of the first. None if there is nothing.
     pub fn read(&self, offset: u64, limit: usize) -> Option<(u64, Vec<u8>)> {
         let from = offset.max(self.start);
         let skip = usize::try_from(from - self.start).ok().filter(|&skip| skip < self.data.len())?;
@@ -50,7 +50,7 @@ impl Ring {
         Some((from, out))
     }
 
-    /// Forgets all but the last bytes, not how many there were, and gives the memory back.
+    /// Drops all but the last bytes and frees the memory. Offsets stay.
     pub fn keep_last(&mut self, count: usize) {
         let excess = self.data.len().saturating_sub(count);
         self.data.drain(..excess);

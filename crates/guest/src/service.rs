@@ -1,4 +1,4 @@
-//! The calls: what the node asks, passed on to the parts that do it, and their errors as codes.
+//! The RPC service: passes each call on to the module that does it, and maps errors to codes.
 
 use crate::{
     archive, cgroup, dial,
@@ -26,10 +26,11 @@ use keiki_protocol::{
     gate::{Call, reply},
     seal::{Key, Plain, seal},
 };
+use keiki_sys::error_chain;
 use std::{
     fs, io,
     pin::Pin,
-    sync::{Arc, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::{
@@ -43,12 +44,12 @@ use tonic::{Code, Request, Response, Status, Streaming};
 type Answer<T> = Result<Response<T>, Status>;
 type Events = Pin<Box<dyn Stream<Item = Result<ExecEvent, Status>> + Send>>;
 
-/// Pieces of a file between the connection and the thread that reads or writes it.
+/// Pieces of a file queued between the connection and the thread that reads or writes it.
 const PIECES: usize = 4;
-/// Events of a watch between the kernel's queue and the connection.
+/// Events of a watch queued between the kernel and the connection.
 const WATCHED_AHEAD: usize = 64;
 const DEFAULT_FREEZE: Duration = Duration::from_secs(1);
-/// The first command of a copy comes before its comforts.
+/// A copy's first command comes before its announcement.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(300);
 const MAX_GRACE: Duration = Duration::from_secs(60);
 
@@ -57,14 +58,14 @@ const MAX_GRACE: Duration = Duration::from_secs(60);
 pub struct Agent {
     execs: Arc<Execs>,
     identity: Arc<IdentityState>,
-    /// Some while user work is frozen: the proof that no process is being made.
+    /// Set while user work is frozen: proves that no process is being started.
     frozen: Arc<Mutex<Option<OwnedRwLockWriteGuard<()>>>>,
-    /// Opens the next secrets that come.
-    key: Arc<std::sync::Mutex<Option<Key>>>,
+    /// Opens the next sealed secrets.
+    key: Arc<parking_lot::Mutex<Option<Key>>>,
 }
 
 impl Agent {
-    /// With no command yet, of generation 0.
+    /// No commands yet, generation 0.
     pub fn new(execs: Arc<Execs>, reaper: Arc<Reaper>) -> Self {
         Self {
             execs,
@@ -79,17 +80,17 @@ impl Agent {
         self.identity.generation()
     }
 
-    /// What was sealed to the key that was last told, which opens nothing else.
+    /// Opens secrets that were sealed to the last key. The key is used up.
     fn open(&self, sealed: &SealedSecrets) -> Result<Vec<Plain>, Status> {
         if sealed.secrets.is_empty() {
             return Ok(vec![]);
         }
-        let key = self.key.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let key = key.ok_or_else(|| Status::failed_precondition("secrets came without a key for them"))?;
+        let key = self.key.lock().take();
+        let key = key.ok_or_else(|| Status::failed_precondition("no key was made for these secrets"))?;
         key.open(sealed).map_err(|error| Status::invalid_argument(error.to_string()))
     }
 
-    /// Takes all of a command's input at once.
+    /// Accepts all input of a command at once.
     async fn spool(&self, first: InputChunk, mut chunks: Streaming<InputChunk>) -> Answer<InputReply> {
         let mut spooled = Spooled::default();
         let (id, mut eof, mut next) = (first.id.clone(), false, Some(first));
@@ -103,7 +104,7 @@ impl Agent {
         Ok(Response::new(InputReply { accepted }))
     }
 
-    /// Carries out a call of the release gate. Returns the reply as it is sent.
+    /// Carries out a call of the release gate and returns the encoded reply.
     pub async fn gate(&self, call: Call) -> Bytes {
         match call {
             Call::SecretKey(ask) => reply(&self.new_key(&ask)),
@@ -115,7 +116,7 @@ impl Agent {
     fn new_key(&self, ask: &SecretKeyRequest) -> Result<SecretKeyReply, Status> {
         IdentityState::refresh(&ask.entropy).map_err(identity_status)?;
         let (key, public_key) = Key::new();
-        *self.key.lock().unwrap_or_else(PoisonError::into_inner) = Some(key);
+        *self.key.lock() = Some(key);
         Ok(SecretKeyReply { public_key: public_key.into() })
     }
 
@@ -165,7 +166,7 @@ impl Guest for Agent {
             uptime_ms: uptime(),
             boot_id: boot_id.trim_end().to_owned(),
             user_frozen: self.frozen.lock().await.is_some(),
-            // Nothing is served before.
+            // There is no service before that.
             ready: true,
         }))
     }
@@ -187,7 +188,10 @@ impl Guest for Agent {
             ms => Duration::from_millis(ms.into()),
         };
         let late = || {
-            Status::deadline_exceeded(format!("user work did not stand still in {} ms", limit.as_millis()))
+            Status::deadline_exceeded(format!(
+                "user processes did not freeze within {} ms",
+                limit.as_millis()
+            ))
         };
         let mut frozen = self.frozen.lock().await;
         if frozen.is_none() {
@@ -297,7 +301,7 @@ impl Guest for Agent {
                 files::read(path, offset, limit, |chunk| sender.blocking_send(Ok(chunk)).is_ok())
             });
             if let Err(error) = result {
-                // Nobody listens any more if this fails.
+                // If this fails, the caller is gone.
                 let _ = sender.blocking_send(Err(file_status(error)));
             }
         });
@@ -311,7 +315,7 @@ impl Guest for Agent {
         };
         let header =
             first.header.ok_or_else(|| Status::invalid_argument("the first chunk must name the file"))?;
-        // A piece and whether it is the last. The sender's end without a last one is a broken transfer.
+        // A piece and whether it is the last. A stream that ends without a last piece was cut off.
         let (sender, mut receiver) = mpsc::channel::<(Bytes, bool)>(PIECES);
         let writer = spawn_blocking(move || {
             let mut upload = Upload::begin(&header)?;
@@ -325,7 +329,7 @@ impl Guest for Agent {
         });
         let mut next = Some((first.data, first.commit));
         while let Some((data, commit)) = next {
-            // The writer has given up if this fails, and says why.
+            // If this fails, the writer has failed and reports why.
             if sender.send((data, commit)).await.is_err() || commit {
                 break;
             }
@@ -377,7 +381,7 @@ impl Guest for Agent {
         let failures = sender.clone();
         spawn_blocking(move || {
             if let Err(error) = archive::pack(&path, sender) {
-                // Nobody listens any more if this fails.
+                // If this fails, the caller is gone.
                 let _ = failures.blocking_send(Err(file_status(error)));
             }
         });
@@ -395,7 +399,7 @@ impl Guest for Agent {
         let unpacking = spawn_blocking(move || archive::unpack(&path, options, pieces));
         let mut next = Some((first.data, first.commit));
         while let Some((data, commit)) = next {
-            // It has had enough if this fails, and says why.
+            // If this fails, unpacking has failed and reports why.
             if sender.send((data, commit)).await.is_err() || commit {
                 break;
             }
@@ -436,7 +440,7 @@ impl Guest for Agent {
         let grace = Duration::from_millis(request.into_inner().grace_ms.into()).min(MAX_GRACE);
         let agent = self.clone();
         tokio::spawn(async move {
-            // Let the answer leave first, and frozen work hear the signal.
+            // Send the answer first, and let frozen processes get the signal.
             sleep(Duration::from_millis(20)).await;
             let _ = cgroup::thaw_user();
             *agent.frozen.lock().await = None;
@@ -447,7 +451,7 @@ impl Guest for Agent {
     }
 }
 
-/// Ends the machine.
+/// Powers the machine off.
 pub fn power_off() {
     rustix::fs::sync();
     for how in [rustix::system::RebootCommand::PowerOff, rustix::system::RebootCommand::Restart] {
@@ -473,7 +477,7 @@ fn micros(begin: Instant) -> u64 {
     u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Runs what may block on a thread made for that.
+/// Runs blocking work on another thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Status> + Send + 'static,
 ) -> Result<T, Status> {
@@ -498,7 +502,7 @@ fn identity_status(error: IdentityError) -> Status {
     match error {
         IdentityError::Generation { .. } => Status::failed_precondition(error.to_string()),
         IdentityError::Entropy(_) | IdentityError::Hostname => Status::invalid_argument(error.to_string()),
-        IdentityError::Step(..) => Status::internal(log::chain(&error)),
+        IdentityError::Step(..) => Status::internal(error_chain(&error)),
     }
 }
 
@@ -512,7 +516,7 @@ fn exec_status(error: ExecError) -> Status {
         ExecError::Group(error) if error.kind() == io::ErrorKind::AlreadyExists => Code::AlreadyExists,
         ExecError::Streams(_) | ExecError::Group(_) | ExecError::Agent(_) => Code::Internal,
     };
-    Status::new(code, log::chain(&error))
+    Status::new(code, error_chain(&error))
 }
 
 fn file_status(error: FileError) -> Status {

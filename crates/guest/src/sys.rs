@@ -1,10 +1,10 @@
-//! What Linux offers and no library wraps: the only `unsafe` of the agent.
+//! System calls that no library wraps: the only `unsafe` code of the agent.
 //!
-//! [`spawn`] is the reason for most of it. A command must be in its control group before its first
-//! instruction, or it could leave children outside; moving it there after a fork takes a lock that costs
-//! milliseconds of RCU time. `clone3` starts the child inside its group. It also shares the agent's memory
-//! until the child execs (as `vfork` does), so that no page table is copied and the child can leave a note of
-//! why it failed.
+//! Most of it is for [`spawn`]. A command must be in its control group before its first
+//! instruction, or it could leave children outside. Moving it there after a fork takes a lock that
+//! costs milliseconds of RCU time. `clone3` starts the child inside its group. The child shares the
+//! agent's memory until it execs (as with `vfork`), so no page table is copied and the child can
+//! report why it failed.
 #![allow(unsafe_code)]
 
 use rustix::{io::Errno, process::Pid};
@@ -20,10 +20,10 @@ use std::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// Everything a child needs, laid out before there is one: it may not allocate.
+/// Everything a child needs, prepared before it exists: it must not allocate.
 #[derive(Debug)]
 pub struct Plan {
-    /// Tried in this order, as a search along PATH does.
+    /// Paths of the program, tried in this order, as in a search of PATH.
     pub paths: Vec<CString>,
     /// Arguments, the program's name first.
     pub argv: Vec<CString>,
@@ -31,21 +31,19 @@ pub struct Plan {
     pub env: Vec<CString>,
     /// Working directory.
     pub cwd: CString,
-    /// Go to `/` where `cwd` cannot be entered, instead of failing.
+    /// Use `/` if `cwd` cannot be entered, instead of failing.
     pub cwd_optional: bool,
-    /// User.
     pub uid: u32,
-    /// Group.
     pub gid: u32,
     /// Supplementary groups.
     pub groups: Vec<u32>,
-    /// Becomes descriptors 0, 1 and 2. All above 2.
+    /// Become descriptors 0, 1 and 2. All are greater than 2.
     pub stdio: [OwnedFd; 3],
-    /// Descriptor 0 is a terminal, to be the session's own.
+    /// Descriptor 0 is a terminal and becomes the controlling one.
     pub terminal: bool,
 }
 
-/// How far a child came.
+/// The step at which a child failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Step {
@@ -55,22 +53,20 @@ pub enum Step {
     User,
     /// Working directory.
     Directory,
-    /// No program of that name.
+    /// Executing the program.
     Exec,
 }
 
 /// Why a command did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum SpawnError {
-    /// No process came about.
-    #[error("cannot make a process")]
+    /// No process was created.
+    #[error("cannot create a process")]
     Clone(#[source] io::Error),
-    /// It failed before it became the program.
+    /// The child failed before it executed the program.
     #[error("cannot start the program (step {step:?})")]
     Child {
-        /// Where.
         step: Step,
-        /// Why.
         #[source]
         error: io::Error,
     },
@@ -97,8 +93,9 @@ struct Context {
 const SHELL: &std::ffi::CStr = c"/bin/sh";
 const STACK: usize = 64 << 10;
 
-/// Starts `plan` inside the control group whose directory `cgroup` is, and returns once it has become the
-/// program or failed. It may take as long as the file systems below the program and its directory take.
+/// Starts `plan` inside the control group with directory `cgroup`. Returns once the child has
+/// executed the program or failed, which may take as long as the file systems of the program and
+/// its directory take.
 pub fn spawn(plan: &Plan, cgroup: BorrowedFd<'_>) -> Result<Pid, SpawnError> {
     let list = |strings: &[CString]| -> Vec<*const c_char> {
         strings.iter().map(|s| s.as_ptr()).chain([ptr::null()]).collect()
@@ -130,7 +127,7 @@ pub fn spawn(plan: &Plan, cgroup: BorrowedFd<'_>) -> Result<Pid, SpawnError> {
         3 => Step::Directory,
         _ => Step::Exec,
     };
-    // The reaper may be faster; either way it is gone.
+    // The reaper may be faster; either way the child is reaped.
     let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
     Err(SpawnError::Child { step, error: io::Error::from_raw_os_error(context.errno) })
 }
@@ -146,16 +143,17 @@ fn clone_into(context: &mut Context, cgroup: BorrowedFd<'_>) -> io::Result<Pid> 
     args.stack = stack.as_mut_ptr() as u64;
     args.stack_size = STACK as u64;
     args.cgroup = cgroup.as_raw_fd() as u64;
-    // No handler of the agent may run in the child while it shares this memory.
+    // No signal handler of the agent may run in the child while they share memory.
     let all = u64::MAX;
     let mut before = 0u64;
     let entry: extern "C" fn(*mut Context) -> ! = child;
     let result: isize;
-    // SAFETY: rt_sigprocmask reads and writes the 8-byte sets given. clone3 reads `args`. CLONE_VFORK stops
-    // this thread until the child has exec'd or exited, so `context`, what it points into (`plan` of the
-    // caller) and `stack` outlive the child's use of them, and the thread's errno is not used by two at once.
-    // The child runs on `stack`, whose end is 16-byte aligned as the call requires, and never returns from
-    // `entry`; the parent continues at label 2 with its own registers. `syscall` clobbers rcx and r11.
+    // SAFETY: rt_sigprocmask reads and writes the 8-byte sets given. clone3 reads `args`.
+    // CLONE_VFORK stops this thread until the child has exec'd or exited, so `context`, what it
+    // points into (`plan` of the caller) and `stack` outlive the child's use of them, and the
+    // thread's errno is not used by two at once. The child runs on `stack`, whose end is 16-byte
+    // aligned as the call requires, and never returns from `entry`; the parent continues at label 2
+    // with its own registers. `syscall` clobbers rcx and r11.
     unsafe {
         libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, &raw mut before, 8usize);
         asm!(
@@ -184,12 +182,12 @@ fn clone_into(context: &mut Context, cgroup: BorrowedFd<'_>) -> io::Result<Pid> 
     }
 }
 
-/// The child, between clone and exec. Only plain system calls: the C library's own wrappers for users and
+/// The child, between clone and exec. Raw system calls only: the C library's wrappers for users and
 /// groups would signal the agent's other threads, and nothing may allocate.
 extern "C" fn child(context: *mut Context) -> ! {
-    // SAFETY: `context` is valid and used by nobody else: the agent's thread waits for this child. All
-    // pointers in it are to NUL-terminated strings or NULL-terminated lists built by `spawn`. Every call is a
-    // raw system call with arguments of the types the kernel expects.
+    // SAFETY: `context` is valid and used by nobody else: the agent's thread waits for this child.
+    // All pointers in it are to NUL-terminated strings or NULL-terminated lists built by `spawn`.
+    // Every call is a raw system call with arguments of the types the kernel expects.
     unsafe {
         let context = &mut *context;
         let call = |step: Step, result: c_long, context: &mut Context| {
@@ -199,7 +197,7 @@ extern "C" fn child(context: *mut Context) -> ! {
                 libc::syscall(libc::SYS_exit_group, 127);
             }
         };
-        // Handlers are gone already (CLONE_CLEAR_SIGHAND), but what the agent ignores stays ignored.
+        // CLONE_CLEAR_SIGHAND has reset handlers, but signals that the agent ignores stay ignored.
         let default: [u64; 4] = [libc::SIG_DFL as u64, 0, 0, 0];
         libc::syscall(libc::SYS_rt_sigaction, libc::SIGPIPE, &raw const default, 0usize, 8usize);
         call(Step::Prepare, libc::syscall(libc::SYS_setsid), context);
@@ -230,7 +228,7 @@ extern "C" fn child(context: *mut Context) -> ! {
             libc::syscall(libc::SYS_execve, path, context.argv.as_ptr(), context.env.as_ptr());
             match *libc::__errno_location() {
                 libc::ENOENT | libc::ENOTDIR => {}
-                // Not a program: a script without an interpreter line, which a shell would run itself.
+                // A script without an interpreter line, which a shell would run.
                 libc::ENOEXEC => {
                     context.script[1] = path;
                     let script = context.script.as_ptr();
@@ -253,7 +251,7 @@ extern "C" fn child(context: *mut Context) -> ! {
     }
 }
 
-/// Adds bytes to the kernel's pool and counts all their bits as entropy.
+/// Adds bytes to the kernel's entropy pool and credits all their bits.
 pub fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
     const RNDADDENTROPY: libc::Ioctl = 0x4008_5203;
     let size = c_int::try_from(bytes.len()).map_err(|_| Errno::INVAL)?;
@@ -262,11 +260,12 @@ pub fn add_entropy(random: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
     request.extend_from_slice(&bits.to_ne_bytes());
     request.extend_from_slice(&size.to_ne_bytes());
     request.extend_from_slice(bytes);
-    // SAFETY: RNDADDENTROPY reads two ints and then as many bytes as the second says: all in `request`.
+    // SAFETY: RNDADDENTROPY reads two ints and then as many bytes as the second says: all in
+    // `request`.
     check(unsafe { libc::ioctl(random.as_raw_fd(), RNDADDENTROPY, request.as_ptr()) })
 }
 
-/// Makes the kernel's generator start anew from its pool.
+/// Reseeds the kernel's random number generator from its pool.
 pub fn reseed(random: BorrowedFd<'_>) -> io::Result<()> {
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     // SAFETY: RNDRESEEDCRNG takes no argument.
@@ -284,7 +283,8 @@ pub fn interface_up(socket: BorrowedFd<'_>, name: &str, address: Option<(Ipv4Add
             check(unsafe { libc::ioctl(socket.as_raw_fd(), code as libc::Ioctl, &raw const request) })?;
         }
     }
-    // SAFETY: the kernel fills the flags of an ifreq; that member of the union is then the valid one.
+    // SAFETY: the kernel fills the flags of an ifreq; that member of the union is then the valid
+    // one.
     unsafe {
         check(libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS as libc::Ioctl, &raw mut request))?;
         request.ifr_ifru.ifru_flags |= (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
@@ -292,9 +292,10 @@ pub fn interface_up(socket: BorrowedFd<'_>, name: &str, address: Option<(Ipv4Add
     }
 }
 
-/// Sends what has no closer route to `gateway`.
+/// Sets the default route.
 pub fn default_route(socket: BorrowedFd<'_>, gateway: Ipv4Addr) -> io::Result<()> {
-    // SAFETY: rtentry is integers, socket addresses and a pointer that may be null: all zeroes is valid.
+    // SAFETY: rtentry is integers, socket addresses and a pointer that may be null: all zeroes is
+    // valid.
     let mut route: libc::rtentry = unsafe { std::mem::zeroed() };
     route.rt_dst = inet(Ipv4Addr::UNSPECIFIED);
     route.rt_genmask = inet(Ipv4Addr::UNSPECIFIED);
@@ -320,7 +321,8 @@ pub fn forget_neighbour(socket: BorrowedFd<'_>, ip: Ipv4Addr, device: &str) -> i
 }
 
 fn interface_request(name: &str) -> io::Result<libc::ifreq> {
-    // SAFETY: ifreq is a name and a union of integers, addresses and a nullable pointer: all zeroes is valid.
+    // SAFETY: ifreq is a name and a union of integers, addresses and a nullable pointer: all zeroes
+    // is valid.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     if name.len() >= request.ifr_name.len() {
         return Err(Errno::NAMETOOLONG.into());
@@ -343,7 +345,7 @@ fn check(result: c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A file that is opened at its first use only: opening again would be the longest part of what is done with it.
+/// A file that is opened at its first use and stays open: opening it takes longer than using it.
 pub fn kept_open(
     place: &'static OnceLock<File>,
     open: impl FnOnce() -> io::Result<File>,
@@ -357,12 +359,12 @@ pub fn kept_open(
     }
 }
 
-/// A second descriptor of the same open file, closed on exec.
+/// Duplicates a descriptor, with close-on-exec.
 pub fn duplicate(fd: impl AsFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, 3)?)
 }
 
-/// Lets this thread run before all user work, however busy that is. What it starts is ordinary again.
+/// Gives this thread priority over all user work. Its children have normal priority.
 pub fn go_first() -> io::Result<()> {
     let param = libc::sched_param { sched_priority: 1 };
     let policy = libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;

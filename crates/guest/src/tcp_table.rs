@@ -10,7 +10,7 @@ pub const TIME_WAIT: u8 = 6;
 pub const CLOSED: u8 = 7;
 pub const LISTEN: u8 = 10;
 
-/// A socket. Inode 0: nobody holds it.
+/// A socket. Inode 0 if no process holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Socket {
     pub local: (IpAddr, u16),
@@ -19,12 +19,12 @@ pub struct Socket {
     pub inode: u64,
 }
 
-/// All sockets of a table; lines that are none are passed over.
+/// All sockets of a table. Skips malformed lines.
 pub fn parse(table: &str) -> impl Iterator<Item = Socket> {
     table.lines().filter_map(socket)
 }
 
-/// The inode of the socket behind a descriptor, from what its link in `/proc/PID/fd` points to.
+/// The inode of a socket, from the target of its link in `/proc/PID/fd`.
 pub fn socket_inode(target: &Path) -> Option<u64> {
     target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
@@ -35,15 +35,15 @@ fn socket(line: &str) -> Option<Socket> {
     let (local, peer, state) = (words.nth(1)?, words.next()?, words.next()?);
     let state = u8::from_str_radix(state, 16).ok()?;
     let inode = words.nth(5)?.parse().ok()?;
-    Some(Socket { local: place(local)?, peer: place(peer)?, state, inode })
+    Some(Socket { local: endpoint(local)?, peer: endpoint(peer)?, state, inode })
 }
 
-fn place(text: &str) -> Option<(IpAddr, u16)> {
+fn endpoint(text: &str) -> Option<(IpAddr, u16)> {
     let (address, port) = text.split_once(':')?;
     Some((parse_address(address)?, u16::from_str_radix(port, 16).ok()?))
 }
 
-/// Words of 32 bits, each in the order of this machine's bytes.
+/// Words of 32 bits, each in the byte order of this machine.
 fn parse_address(text: &str) -> Option<IpAddr> {
     let word = |at: usize| u32::from_str_radix(text.get(at..at + 8)?, 16).ok();
     match text.len() {

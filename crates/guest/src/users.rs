@@ -1,45 +1,41 @@
-//! Users and groups, read from the sandbox's own `/etc/passwd` and `/etc/group`. Nothing needs to be
-//! installed for it, and a damaged line only hides its own user.
+//! Users and groups, read from the sandbox's `/etc/passwd` and `/etc/group`. Needs nothing
+//! installed; a damaged line affects only its own user.
 
 use std::{fs, io::Read};
 
 const PASSWD: &str = "/etc/passwd";
 const GROUP: &str = "/etc/group";
-/// Beyond this a file is taken to end.
+/// Files are read up to this size.
 const LIMIT: u64 = 4 << 20;
 
-/// Who a command runs as.
+/// The account that a command runs as.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Account {
-    /// Login name; the number if it has none.
+    /// Login name, or the uid if it has none.
     pub name: Vec<u8>,
-    /// User.
     pub uid: u32,
-    /// Primary group.
     pub gid: u32,
     /// All groups, the primary one first.
     pub groups: Vec<u32>,
-    /// Home directory.
     pub home: Vec<u8>,
-    /// Login shell.
     pub shell: Vec<u8>,
 }
 
-/// There is no such user.
+/// No such user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("no user {0:?} in this sandbox")]
+#[error("no such user in this sandbox: {0:?}")]
 pub struct UnknownUser(String);
 
-/// Finds `name`, `uid` or `uid:gid`; root if empty. A number needs no entry.
+/// Finds `name`, `uid` or `uid:gid`; root if empty. A numeric uid needs no entry.
 pub fn lookup(wanted: &str) -> Result<Account, UnknownUser> {
     resolve(wanted, &slurp(PASSWD, LIMIT), || slurp(GROUP, LIMIT))
 }
 
-/// What the beginning of a file holds; nothing, if it cannot be read.
+/// The first `limit` bytes of a file. Empty if it cannot be read.
 pub fn slurp(path: &str, limit: u64) -> Vec<u8> {
     let mut text = Vec::new();
     if let Ok(file) = fs::File::open(path) {
-        // What could be read before an error is still good.
+        // Bytes read before an error are still good.
         let _ = file.take(limit).read_to_end(&mut text);
     }
     text
@@ -64,7 +60,7 @@ fn resolve(wanted: &str, passwd: &[u8], group: impl FnOnce() -> Vec<u8>) -> Resu
     };
     let group_file = group();
     match group_wanted {
-        // As everywhere else, a group that is named stands alone.
+        // As usual, an explicit group is the only one.
         Some(group) => {
             account.gid = group
                 .parse()
@@ -86,7 +82,7 @@ fn resolve(wanted: &str, passwd: &[u8], group: impl FnOnce() -> Vec<u8>) -> Resu
     Ok(account)
 }
 
-/// A user that only its number makes.
+/// A user without an entry.
 fn bare(uid: u32) -> Account {
     let (name, home): (Vec<u8>, &[u8]) =
         if uid == 0 { (b"root".to_vec(), b"/root") } else { (uid.to_string().into_bytes(), b"/") };
@@ -163,7 +159,7 @@ mod tests {
     #[test]
     fn unknown_and_damaged_entries_are_refused() {
         for who in ["bob", "bad", "broken line", "amy:nogroup", ":", "-1"] {
-            assert!(find(who).unwrap_err().contains("no user"), "{who}");
+            assert!(find(who).unwrap_err().contains("no such user"), "{who}");
         }
     }
 

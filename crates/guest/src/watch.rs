@@ -1,9 +1,9 @@
-//! What changes below a path, as the kernel tells it.
+//! Reports changes below a path, as inotify sees them.
 //!
-//! The kernel's own queue is the bound: whoever reads slowly lets it fill, and is told by `overflow` that events are
-//! missing. Directories are watched one by one; one that appears is watched with all that is in it already, whose
-//! creation may then be told twice, but is never missed. However much is in it, it is told in steps, each once the one
-//! before has been sent.
+//! The kernel's queue is the limit: it fills if the caller reads slowly, and `overflow` then says
+//! that events are missing. Directories are watched one by one. A new directory is watched together
+//! with its present contents, whose creation may be reported twice but is never missed. Contents
+//! are reported in batches, each after the one before has been sent.
 
 use crate::files::{FileError, absolute};
 use keiki_protocol::guest::WatchEvent;
@@ -23,16 +23,16 @@ use std::{
 use tokio::{io::Interest, sync::mpsc, task::spawn_blocking};
 use tonic::Status;
 
-/// Directories of one watch; the kernel may allow fewer.
+/// Most directories of one watch; the kernel may allow fewer.
 const MAX_DIRS: usize = 16_384;
 /// Bytes of events read at once.
-const BATCH: usize = 16 << 10;
-/// What is in new directories is told in steps of so many.
-const STEP: usize = 256;
-/// Between the two halves of a move.
+const READ: usize = 16 << 10;
+/// Size of a batch of events about the contents of new directories.
+const MAX_BATCH: usize = 256;
+/// Longest time between the two halves of a move.
 const MOVE: Duration = Duration::from_millis(10);
 
-/// Watches until nobody listens any more, or what is watched is gone.
+/// Watches until the caller is gone or the watched path is removed.
 pub async fn watch(
     path: Vec<u8>,
     recursive: bool,
@@ -53,21 +53,21 @@ pub async fn watch(
         if watcher.over {
             return Ok(());
         }
-        // Only once everything was read does the kernel tell of more.
+        // The descriptor becomes readable again only after everything was read.
         if watcher.drained {
             tokio::select! {
                 ready = fd.readable() => ready.map_err(|error| watcher.failed(error))?.clear_ready(),
                 () = sender.closed() => return Ok(()),
             }
         }
-        // On a thread: new directories are walked through.
+        // On another thread: it may walk new directories.
         let reading = spawn_blocking(move || {
-            let told = watcher.read();
-            (watcher, told)
+            let events = watcher.read();
+            (watcher, events)
         });
-        let (same, told) = reading.await.map_err(|error| FileError::Invalid(error.to_string()))?;
+        let (same, read) = reading.await.map_err(|error| FileError::Invalid(error.to_string()))?;
         watcher = same;
-        events = told?;
+        events = read?;
     }
 }
 
@@ -76,9 +76,9 @@ struct Watcher {
     root: PathBuf,
     recursive: bool,
     dirs: HashMap<i32, PathBuf>,
-    /// Directories that are still to be watched.
+    /// New directories that are not watched yet.
     fresh: Vec<PathBuf>,
-    /// The one that is being looked through.
+    /// The directory that is being listed.
     listing: Option<fs::ReadDir>,
     over: bool,
     drained: bool,
@@ -108,7 +108,7 @@ const OF_DIRS: WatchFlags = OF_ALL
 impl Watcher {
     fn begin(path: &Path, recursive: bool) -> Result<Self, FileError> {
         let failed = |error: io::Error| FileError::System { path: path.display().to_string(), error };
-        // What is named may be a link; what is below is not followed.
+        // The path itself may be a link; links below it are not followed.
         let root = fs::canonicalize(path).map_err(failed)?;
         let fd = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK);
         let fd = fd.map_err(|error| failed(error.into()))?;
@@ -124,7 +124,7 @@ impl Watcher {
         };
         if root.is_dir() {
             watcher.fresh.push(root);
-            while watcher.look(|_| true)? {}
+            while watcher.scan(|_| true)? {}
         } else {
             let watch = inotify::add_watch(&watcher.fd, &root, OF_ALL);
             let watch = watch.map_err(|error| watcher.failed(error.into()))?;
@@ -137,9 +137,9 @@ impl Watcher {
         FileError::System { path: self.root.display().to_string(), error }
     }
 
-    /// Goes on with the directories that are still to be watched and, if asked to, those below; says what is in them as
-    /// long as `tell` wants more. False: that was all.
-    fn look(&mut self, mut tell: impl FnMut(WatchEvent) -> bool) -> Result<bool, FileError> {
+    /// Watches one more new directory and, if `recursive`, lists it for directories below. Calls
+    /// `emit` for its contents until that returns false. False if there was nothing left to do.
+    fn scan(&mut self, mut emit: impl FnMut(WatchEvent) -> bool) -> Result<bool, FileError> {
         if let Some(listing) = &mut self.listing {
             while let Some(Ok(entry)) = listing.next() {
                 let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -149,7 +149,7 @@ impl Watcher {
                     }
                     self.fresh.push(entry.path());
                 }
-                if !tell(event("created", &entry.path(), is_dir)) {
+                if !emit(event("created", &entry.path(), is_dir)) {
                     return Ok(true);
                 }
             }
@@ -173,47 +173,47 @@ impl Watcher {
 
     fn too_many(&self) -> FileError {
         let name = self.root.display();
-        FileError::TooMany(format!("{name}: more directories than can be watched: watch one further down"))
+        FileError::TooMany(format!("{name}: too many directories to watch; watch a subdirectory"))
     }
 
-    /// Forgets a directory that is no longer where it was, and those below.
+    /// Forgets a directory that was moved or removed, and those below it.
     fn drop_tree(&mut self, top: &Path) {
         self.fresh.retain(|dir| !dir.starts_with(top));
         let gone = self.dirs.extract_if(|_, dir| dir.starts_with(top)).map(|(watch, _)| watch);
         for watch in gone.collect::<Vec<_>>() {
-            // It may have gone by itself.
+            // The kernel may have removed it.
             let _ = inotify::remove_watch(&self.fd, watch);
         }
     }
 
-    /// What is in new directories, and when all of it was told, what the kernel tells now.
+    /// The contents of new directories or, once all of them are reported, new events of the kernel.
     fn read(&mut self) -> Result<Vec<WatchEvent>, FileError> {
-        let mut told = Vec::new();
+        let mut events = Vec::new();
         self.drained = false;
         loop {
-            let more = self.look(|event| {
-                told.push(event);
-                told.len() < STEP
+            let more = self.scan(|event| {
+                events.push(event);
+                events.len() < MAX_BATCH
             })?;
-            match (more, told.is_empty()) {
+            match (more, events.is_empty()) {
                 (false, true) => break,
-                (false, false) => return Ok(told),
-                (true, _) if told.len() >= STEP => return Ok(told),
+                (false, false) => return Ok(events),
+                (true, _) if events.len() >= MAX_BATCH => return Ok(events),
                 (true, _) => {}
             }
         }
-        let mut buffer = vec![MaybeUninit::uninit(); BATCH];
+        let mut buffer = vec![MaybeUninit::uninit(); READ];
         let fd = self.fd.try_clone().map_err(|error| self.failed(error))?;
         let mut reader = Reader::new(fd, &mut buffer);
-        // Where something went from, until it is known where to.
-        let mut left = None;
-        let mut patience = 1;
+        // The first half of a move.
+        let mut departed = None;
+        let mut retries = 1;
         loop {
             let raw = match reader.next() {
                 Ok(raw) => raw,
-                // The kernel tells of a move in two steps: where from, and a moment later where to.
-                Err(Errno::AGAIN) if left.is_some() && patience > 0 => {
-                    patience -= 1;
+                // The kernel reports a move in two steps: where from, and a moment later where to.
+                Err(Errno::AGAIN) if departed.is_some() && retries > 0 => {
+                    retries -= 1;
                     std::thread::sleep(MOVE);
                     continue;
                 }
@@ -230,53 +230,53 @@ impl Watcher {
                 cookie: raw.cookie(),
                 name: raw.file_name().map(|name| OsStr::from_bytes(name.to_bytes()).to_owned()),
             };
-            self.tell(raw, &mut left, &mut told)?;
+            self.translate(raw, &mut departed, &mut events)?;
             if self.over {
-                return Ok(told);
+                return Ok(events);
             }
-            if reader.is_buffer_empty() && left.is_none() {
+            if reader.is_buffer_empty() && departed.is_none() {
                 break;
             }
         }
-        if let Some(gone) = left {
-            told.push(event("removed", &gone.path, gone.is_dir));
+        if let Some(gone) = departed {
+            events.push(event("removed", &gone.path, gone.is_dir));
         }
-        Ok(told)
+        Ok(events)
     }
 
-    /// What one event of the kernel means.
-    fn tell(
+    /// Translates one event of the kernel.
+    fn translate(
         &mut self,
         raw: Raw,
-        left: &mut Option<Left>,
-        told: &mut Vec<WatchEvent>,
+        departed: &mut Option<Departed>,
+        events: &mut Vec<WatchEvent>,
     ) -> Result<(), FileError> {
         let Raw { flags, watch, cookie, name } = raw;
         if flags.contains(ReadFlags::QUEUE_OVERFLOW) {
-            return self.overflown(told);
+            return self.overflown(events);
         }
         let Some(dir) = self.dirs.get(&watch).cloned() else { return Ok(()) };
         let path = name.map_or_else(|| dir.clone(), |name| dir.join(name));
         let is_dir = flags.contains(ReadFlags::ISDIR);
-        let arrives = |left: &mut Left| flags.contains(ReadFlags::MOVED_TO) && left.cookie == cookie;
-        if let Some(gone) = left.take_if(|left| !arrives(left)) {
-            told.push(event("removed", &gone.path, gone.is_dir));
+        let arrives = |from: &mut Departed| flags.contains(ReadFlags::MOVED_TO) && from.cookie == cookie;
+        if let Some(gone) = departed.take_if(|from| !arrives(from)) {
+            events.push(event("removed", &gone.path, gone.is_dir));
         }
         match () {
             () if flags.contains(ReadFlags::IGNORED) => drop(self.dirs.remove(&watch)),
             () if flags.intersects(ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF) => {
-                // Of those below, their parents tell.
+                // For directories below, the parent reports it.
                 if dir == self.root {
-                    told.push(event("removed", &dir, is_dir));
+                    events.push(event("removed", &dir, is_dir));
                     self.over = true;
                 }
             }
             () if flags.contains(ReadFlags::MOVED_FROM) => {
                 self.drop_tree(&path);
-                *left = Some(Left { cookie, path, is_dir });
+                *departed = Some(Departed { cookie, path, is_dir });
             }
             () if flags.intersects(ReadFlags::CREATE | ReadFlags::MOVED_TO) => {
-                told.push(match left.take() {
+                events.push(match departed.take() {
                     Some(from) => WatchEvent { from: bytes(&from.path), ..event("moved", &path, is_dir) },
                     None => event("created", &path, is_dir),
                 });
@@ -284,27 +284,28 @@ impl Watcher {
                     self.fresh.push(path);
                 }
             }
-            () if flags.contains(ReadFlags::DELETE) => told.push(event("removed", &path, is_dir)),
-            () if flags.contains(ReadFlags::MODIFY) => told.push(event("modified", &path, is_dir)),
-            () if flags.contains(ReadFlags::CLOSE_WRITE) => told.push(event("closed", &path, is_dir)),
-            () if flags.contains(ReadFlags::ATTRIB) => told.push(event("attributes", &path, is_dir)),
+            () if flags.contains(ReadFlags::DELETE) => events.push(event("removed", &path, is_dir)),
+            () if flags.contains(ReadFlags::MODIFY) => events.push(event("modified", &path, is_dir)),
+            () if flags.contains(ReadFlags::CLOSE_WRITE) => events.push(event("closed", &path, is_dir)),
+            () if flags.contains(ReadFlags::ATTRIB) => events.push(event("attributes", &path, is_dir)),
             () => {}
         }
         Ok(())
     }
 
-    /// The kernel has thrown events away.
-    fn overflown(&mut self, told: &mut Vec<WatchEvent>) -> Result<(), FileError> {
+    /// The kernel has dropped events.
+    fn overflown(&mut self, events: &mut Vec<WatchEvent>) -> Result<(), FileError> {
         let root = self.root.clone();
-        told.push(event("overflow", &root, false));
+        events.push(event("overflow", &root, false));
         if !root.exists() {
-            // Its own removal is among what is missing.
-            told.push(event("removed", &root, false));
+            // The event of its removal is among the missing ones.
+            events.push(event("removed", &root, false));
             self.over = true;
         } else if self.recursive {
-            // Directories that appeared meanwhile; what is in them is not told anew.
+            // Finds directories that appeared in the meantime; their contents are not reported
+            // again.
             self.fresh.push(root);
-            while self.look(|_| true)? {}
+            while self.scan(|_| true)? {}
         }
         Ok(())
     }
@@ -318,8 +319,8 @@ struct Raw {
     name: Option<std::ffi::OsString>,
 }
 
-/// Where something went from, until it is known where to.
-struct Left {
+/// The first half of a move.
+struct Departed {
     cookie: u32,
     path: PathBuf,
     is_dir: bool,
@@ -402,7 +403,8 @@ mod tests {
         assert!(all.contains(&"created /w/z/g".to_owned()), "{all:?}");
     }
 
-    /// A directory full of things that moves in is told whole, in steps that wait for whoever listens.
+    /// A directory full of things that moves in is told whole, in steps that wait for whoever
+    /// listens.
     #[tokio::test]
     async fn however_much_appears_is_told_in_steps() {
         const FILES: usize = 20_000;
@@ -422,7 +424,7 @@ mod tests {
             assert!(!step.is_empty(), "only {} of {FILES} were told", told.len());
             told.extend(step.into_iter().map(|event| event.path));
         }
-        assert!(most <= super::STEP, "{most} at once");
+        assert!(most <= super::MAX_BATCH, "{most} at once");
         assert!(watcher.read().unwrap().is_empty(), "something was told twice");
         fs::write(root.join("full/sub/later"), "").unwrap();
         assert_eq!(watcher.read().unwrap().first().map(|event| event.kind.as_str()), Some("created"));

@@ -1,8 +1,9 @@
 //! The agent in a real guest: boots QEMU (software emulation) and drives it as the node would.
 //!
-//! Not run by default. `KEIKI_TEST_KERNEL` (bzImage), `KEIKI_TEST_INITRD` (initial RAM file system with the
-//! agent and its modules) and `KEIKI_TEST_DISK` (raw ext4 image of a Debian rootfs with python3) say what to
-//! boot; then `cargo test -p keiki-guest --test real_guest -- --ignored --nocapture`.
+//! Not run by default. `KEIKI_TEST_KERNEL` (bzImage), `KEIKI_TEST_INITRD` (initial RAM file system
+//! with the agent and its modules) and `KEIKI_TEST_DISK` (raw ext4 image of a Debian rootfs with
+//! python3) say what to boot; then `cargo test -p keiki-guest --test real_guest -- --ignored
+//! --nocapture`.
 
 #[path = "real/machine.rs"]
 mod machine;
@@ -250,7 +251,8 @@ async fn endings(client: &Client) {
     )
     .await;
     assert_eq!(orphans.out(), "0\n", "zombies");
-    // A group is used again: a late signal to a command that has ended must not meet its successor there.
+    // A group is used again: a late signal to a command that has ended must not meet its successor
+    // there.
     let first = argv(&["true"]);
     let name = first.id.clone();
     assert_eq!(run(client, first).await.exit.code, 0);
@@ -416,7 +418,8 @@ async fn become_new(gate: &mut Opened, generation: u64) {
     assert_eq!(ack.generation, generation);
 }
 
-/// Through the gate, as a machine that was frozen meanwhile would go: the connection behind it. Refused: user work still stands.
+/// Through the gate, as a machine that was frozen meanwhile would go: the connection behind it.
+/// Refused: user work still stands.
 async fn renew(machine: &Machine, client: Client, order: Identity) -> Result<Client, (Client, Status)> {
     client.clone().freeze_user(FreezeUserRequest { timeout_ms: 2000 }).await.unwrap();
     drop(client);
@@ -472,7 +475,8 @@ async fn released(machine: &Machine, client: Client) -> Client {
     client
 }
 
-/// What identifies a machine is new in a copy and stays over a wake; hooks run in between and can refuse.
+/// What identifies a machine is new in a copy and stays over a wake; hooks run in between and can
+/// refuse.
 async fn renewal(machine: &Machine, client: Client) -> Client {
     let identity =
         "cat /etc/machine-id; cat /var/lib/systemd/random-seed | md5sum; cat /etc/dhcpcd.duid 2>&1";
@@ -503,7 +507,7 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
     let with = |generation| Identity { secrets: Some(given.clone()), ..order(generation) };
     let client = renew(machine, client, with(11)).await.unwrap();
     let (client, again) = renew(machine, client, with(12)).await.unwrap_err();
-    assert!(again.message().contains("without a key"), "a key opened two messages: {again}");
+    assert!(again.message().contains("no key was made"), "a key opened two messages: {again}");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
     let seen = run(&client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();
@@ -536,14 +540,14 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
         "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\necho no licence >&2; exit 3' >20-no && chmod +x 20-no";
     assert_eq!(run(&client, shell(refuse)).await.exit.code, 0);
     let (client, status) = renew(machine, client, order(14)).await.unwrap_err();
-    assert!(status.message().contains("hook 20-no ended with 3: no licence"), "{status}");
+    assert!(status.message().contains("hook 20-no exited with 3: no licence"), "{status}");
     let info = client.clone().info(InfoRequest {}).await.unwrap().into_inner();
     assert!(info.user_frozen, "a machine that was not released runs");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let late = "cd /etc/keiki/thaw.d && printf '#!/bin/sh\\nsleep 1000' >20-no";
     assert_eq!(run(&client, shell(late)).await.exit.code, 0);
     let (client, status) = renew(machine, client, order(15)).await.unwrap_err();
-    assert!(status.message().contains("did not end within 10 s"), "{status}");
+    assert!(status.message().contains("did not exit within 10 s"), "{status}");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let left = run(&client, shell("rm -r /etc/keiki; ps -e -o args | grep -c '[s]leep 1000'")).await.out();
     assert_eq!(left, "0\n", "a hook that was given up still runs");
@@ -624,7 +628,8 @@ async fn reconnecting(machine: &Machine) {
     let again = AttachRequest { id: name, stdout_offset: 10, stderr_offset: 0, polite: false };
     let tail = collect(client.clone().attach(again).await.unwrap().into_inner()).await;
     assert_eq!(tail.out(), expected[10..]);
-    // The connection goes while everything is in flight; the command goes on, and nothing is missing.
+    // The connection goes while everything is in flight; the command goes on, and nothing is
+    // missing.
     let spec = ExecSpec { id: "flood".into(), ..shell("head -c 6000000 /dev/zero | tr '\\0' 'y'") };
     let mut stream = client.clone().exec(spec).await.unwrap().into_inner();
     let mut got = 0u64;
@@ -640,7 +645,8 @@ async fn reconnecting(machine: &Machine) {
     let rest = collect(client.clone().attach(request).await.unwrap().into_inner()).await;
     assert_eq!(got + rest.stdout.len() as u64, 6_000_000, "output was lost");
     let begin = Instant::now();
-    // Nobody comes back in time: the command is not held up, the oldest output gives way, offsets tell.
+    // Nobody comes back in time: the command is not held up, the oldest output gives way, offsets
+    // tell.
     let spec = ExecSpec {
         id: "alone".into(),
         ..shell("head -c 5000000 /dev/zero; echo done > /tmp/alone; sleep 2")

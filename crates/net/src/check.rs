@@ -23,7 +23,8 @@ pub struct Check {
     pub remedy: Option<String>,
 }
 
-/// Checks everything that slots in `range` need, as node `tag` if it is known. Removes what it creates for that. Blocks.
+/// Checks everything that slots in `range` need, as node `tag` if it is known. Removes what it
+/// creates for that. Blocks.
 #[must_use]
 pub fn check(range: Cidr, tag: Option<&NodeTag>) -> Vec<Check> {
     vec![nftables(), namespaces(), taps(), forwarding(), forward_policy(), collision(range, tag)]
@@ -98,7 +99,8 @@ fn forwarding() -> Check {
     }
 }
 
-/// A firewall whose forward chain drops by default drops our packets too: nftables has no final accept.
+/// A firewall whose forward chain drops by default drops our packets too: nftables has no final
+/// accept.
 fn forward_policy() -> Check {
     const NAME: &str = "forward policy";
     let listed = match rules::nft(&["-j", "list", "chains"], "") {

@@ -21,8 +21,8 @@ use std::{
 /// One node at a time looks for collisions and claims its range.
 const CLAIM_LOCK: &str = "/run/keiki-slots.lock";
 
-/// How often to try before another process is taken to hold the lock: a program that is being started inherits the
-/// descriptor and holds the lock until its exec.
+/// How often to try before another process is taken to hold the lock: a program that is being
+/// started inherits the descriptor and holds the lock until its exec.
 const TRIES: usize = 20;
 const TRY_AGAIN: Duration = Duration::from_millis(10);
 
@@ -75,8 +75,8 @@ pub(crate) async fn prepare(
     opened
 }
 
-/// Restores what other programs removed: the restart of a firewall flushes all tables, and a new default route may use
-/// a link that does not forward. Cheap when nothing is missing.
+/// Restores what other programs removed: the restart of a firewall flushes all tables, and a new
+/// default route may use a link that does not forward. Cheap when nothing is missing.
 pub(crate) async fn mend(plan: &Plan, net: &Net) -> Result<()> {
     let there =
         netfilter::has_table(&plan.tag.table()).map_err(Error::io("check the node's firewall rules"))?;
@@ -105,8 +105,8 @@ pub(crate) async fn clear(plan: &Plan, net: &Net) -> Result<()> {
     apply(plan, rules::no_host(&plan.tag)).await.and(claimed)
 }
 
-/// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will never start again;
-/// a node that starts cleans up after itself.
+/// Removes what a node with this tag left on the host: slots, rules, claims. For nodes that will
+/// never start again; a node that starts cleans up after itself.
 pub async fn purge(tag: &NodeTag) -> Result<()> {
     let net = Net::open()?;
     let claims = claims_of(&net, tag).await?;

@@ -1,5 +1,6 @@
-//! Two requests to the kernel's packet filter that do not need `nft`: forget the flows of a slot, so that the next user
-//! of its address starts without them; and check every few seconds whether the node's table still exists.
+//! Two requests to the kernel's packet filter that do not need `nft`: forget the flows of a slot,
+//! so that the next user of its address starts without them; and check every few seconds whether
+//! the node's table still exists.
 
 use rustix::{
     fd::OwnedFd,
@@ -31,13 +32,14 @@ const TABLE_NAME: u16 = 1;
 const FAMILY_INET: u8 = 1;
 const FAMILY_IPV4: u8 = 2;
 
-/// Removes all IPv4 flows that `source` opened from the connection table of the calling thread's namespace.
+/// Removes all IPv4 flows that `source` opened from the connection table of the calling thread's
+/// namespace.
 pub(crate) fn forget(source: Ipv4Addr) -> io::Result<()> {
     match ask(&forget_request(source)) {
         // No flow matched.
         Err(Errno::NOENT) => Ok(()),
-        // Kernels before 6.8 cannot delete by address. The flows that stay are harmless: the next user's namespace
-        // does not know them and drops their packets.
+        // Kernels before 6.8 cannot delete by address. The flows that stay are harmless: the next
+        // user's namespace does not know them and drops their packets.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
         done => Ok(done?),
     }

@@ -1,5 +1,5 @@
-//! The few rtnetlink requests that slots need, each one call. A [`Net`] works in the network namespace of the thread
-//! that opened it, wherever it is used later.
+//! The few rtnetlink requests that slots need, each one call. A [`Net`] works in the network
+//! namespace of the thread that opened it, wherever it is used later.
 
 use crate::{
     error::{Error, Result},

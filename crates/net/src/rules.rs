@@ -1,8 +1,9 @@
 //! The nftables rules of a slot and of the host.
 //!
-//! Every decision is made twice. The slot's rules see the guest's true source address and answer a forbidden
-//! destination at once with an ICMP error. The host's rules hold even if a slot's namespace is taken over, and are the
-//! only ones that can tell the host's own addresses from others.
+//! Every decision is made twice. The slot's rules see the guest's true source address and answer a
+//! forbidden destination at once with an ICMP error. The host's rules hold even if a slot's
+//! namespace is taken over, and are the only ones that can tell the host's own addresses from
+//! others.
 //!
 //! ```text
 //!  guest ── tap0 │ guard ─ forward/egress ─ masquerade │ up0 ══ kk-TAG-N │ input: drop all               │
@@ -10,13 +11,15 @@
 //!                └───────────── slot namespace ────────┘                 └──────────── host ─────────────┘
 //! ```
 //!
-//! `guard` is at the tap's ingress: a frame that does not come from the guest's MAC *and* address never reaches the
-//! network stack. So a guest can neither spoof addresses, nor fill the neighbour table that all namespaces share, nor
-//! use IPv6.
+//! `guard` is at the tap's ingress: a frame that does not come from the guest's MAC *and* address
+//! never reaches the network stack. So a guest can neither spoof addresses, nor fill the neighbour
+//! table that all namespaces share, nor use IPv6.
 //!
-//! The DNS forwarder does not filter names that resolve to a blocked address: these rules drop the packets.
+//! The DNS forwarder does not filter names that resolve to a blocked address: these rules drop the
+//! packets.
 //!
-//! A ruleset is one text, applied by one `nft -f -` in one transaction, and only while a slot is built.
+//! A ruleset is one text, applied by one `nft -f -` in one transaction, and only while a slot is
+//! built.
 
 use crate::{
     error::{Error, Result},
@@ -39,13 +42,13 @@ const FLOW_RATE: u32 = 1000;
 /// Refusals answered per second; beyond that, packets are dropped silently.
 const REFUSAL_RATE: u32 = 100;
 
-/// Networks that are not the internet: this host, private, carrier-grade NAT, link-local (with cloud metadata),
-/// benchmarking, multicast, reserved, broadcast.
+/// Networks that are not the internet: this host, private, carrier-grade NAT, link-local (with
+/// cloud metadata), benchmarking, multicast, reserved, broadcast.
 const BLOCKED: &str = "0.0.0.0/8, 10.0.0.0/8, 100.64.0.0/10, 127.0.0.0/8, 169.254.0.0/16, 172.16.0.0/12, \
                        192.168.0.0/16, 198.18.0.0/15, 224.0.0.0/4, 240.0.0.0/4";
 
-/// Exceptions from the rule that guests reach the public internet and nothing else. They never reach the host's own
-/// addresses or other sandboxes.
+/// Exceptions from the rule that guests reach the public internet and nothing else. They never
+/// reach the host's own addresses or other sandboxes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EgressPolicy {
     /// Private networks that guests may reach.

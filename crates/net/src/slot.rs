@@ -1,12 +1,12 @@
 //! Builds and removes one slot.
 //!
-//! A slot is a pure function of its index: names, addresses and rules follow from the index and the node's
-//! configuration. So an adopted slot can be completed and a half-built one removed without any record. A slot is
-//! never reused: its namespace goes with taps, queues, counters and connection table, and the host forgets the
-//! connections of its address.
+//! A slot is a pure function of its index: names, addresses and rules follow from the index and the
+//! node's configuration. So an adopted slot can be completed and a half-built one removed without
+//! any record. A slot is never reused: its namespace goes with taps, queues, counters and
+//! connection table, and the host forgets the connections of its address.
 //!
-//! All steps of a build run on a thread of their own, because a namespace belongs to a thread: it starts in the host's
-//! namespace, enters the slot's, and ends.
+//! All steps of a build run on a thread of their own, because a namespace belongs to a thread: it
+//! starts in the host's namespace, enters the slot's, and ends.
 
 use crate::{
     error::{Error, Result},
@@ -92,7 +92,8 @@ impl Plan {
         for key in ["ipv6/conf/all/disable_ipv6", "ipv6/conf/default/disable_ipv6"] {
             sysctl(key, "1", Missing::Fine)?;
         }
-        // Refusals are ICMP errors to the guest. The rules limit them; the default limit is one per second.
+        // Refusals are ICMP errors to the guest. The rules limit them; the default limit is one per
+        // second.
         sysctl("ipv4/icmp_ratelimit", "0", Missing::Error)?;
         if slot.link(TAP).await?.is_none() {
             tap::open(TAP).and_then(|tap| tap::persist(&tap)).map_err(Error::io("create the tap device"))?;
@@ -138,7 +139,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Removes slot `index`, whole or half. It is not an error if it is already gone. The sockets of its name server must be closed.
+    /// Removes slot `index`, whole or half. It is not an error if it is already gone. The sockets
+    /// of its name server must be closed.
     pub(crate) async fn take_down(&self, host: &Net, index: u16) -> Result<()> {
         // The link first, by name: the kernel removes a namespace some time after its last user.
         host.remove_link(&self.tag.link(index)).await?;
@@ -163,8 +165,8 @@ pub(crate) fn on_own_runtime<T: Send, F: Future<Output = Result<T>>>(
     .map_err(Error::io("run a slot's thread"))?
 }
 
-/// Lets the host forward what arrives on this link: packets of a slot, or answers to them. Per link, so that Keiki does
-/// not turn the host into a router between its other networks.
+/// Lets the host forward what arrives on this link: packets of a slot, or answers to them. Per
+/// link, so that Keiki does not turn the host into a router between its other networks.
 pub(crate) fn forward(link: &str) -> Result<()> {
     sysctl(&format!("ipv4/conf/{link}/forwarding"), "1", Missing::Error)
 }

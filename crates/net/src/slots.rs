@@ -42,7 +42,8 @@ pub struct SlotsConfig {
     pub state_dir: PathBuf,
     /// Tells this node's slots from those of other nodes on the host. It must survive a restart.
     pub node_tag: NodeTag,
-    /// Resolvers behind the slots' name servers. None: those in the host's resolv.conf at the time of a query.
+    /// Resolvers behind the slots' name servers. None: those in the host's resolv.conf at the time
+    /// of a query.
     pub upstream: Option<Vec<SocketAddr>>,
     /// What guests may reach.
     pub egress: EgressPolicy,
@@ -114,8 +115,9 @@ impl std::fmt::Debug for Inner {
 }
 
 impl Slots {
-    /// Prepares the host, removes slots of an earlier run that are not `in_use`, and starts building ahead. Slots in
-    /// use wait for [`Slots::adopt`]; their indexes are not given to others.
+    /// Prepares the host, removes slots of an earlier run that are not `in_use`, and starts
+    /// building ahead. Slots in use wait for [`Slots::adopt`]; their indexes are not given to
+    /// others.
     pub async fn start(config: SlotsConfig, in_use: &[u16]) -> Result<Self> {
         let range = Range::new(config.range)?;
         if let Some(index) = in_use.iter().find(|index| u32::from(**index) >= range.slots()) {
@@ -166,8 +168,8 @@ impl Slots {
         state.used.len().saturating_sub(state.ready.len())
     }
 
-    /// The slot of a machine that was running when the node last stopped. What is missing is made again, and its name
-    /// server is started. Its index was in `in_use` at [`Slots::start`].
+    /// The slot of a machine that was running when the node last stopped. What is missing is made
+    /// again, and its name server is started. Its index was in `in_use` at [`Slots::start`].
     pub async fn adopt(&self, index: u16) -> Result<Slot> {
         if !self.inner.state.lock().used.contains(&index) {
             return Err(Error::Taken(index));
@@ -192,8 +194,8 @@ impl Slots {
         self.inner.free(index).await;
     }
 
-    /// Stops the pool and removes all slots that are not in `keep`, and everything on the host if `keep` is empty. Slots
-    /// in `keep` have no name server until the next start adopts them.
+    /// Stops the pool and removes all slots that are not in `keep`, and everything on the host if
+    /// `keep` is empty. Slots in `keep` have no name server until the next start adopts them.
     pub async fn stop(&self, keep: &[u16]) {
         let mut background = std::mem::take(&mut *self.background.lock());
         background.shutdown().await;
@@ -218,8 +220,8 @@ impl Slots {
 }
 
 impl Inner {
-    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot. The slot is then ready
-    /// for another caller.
+    /// Runs to its end even if the caller goes away: a build cut short would leave half a slot. The
+    /// slot is then ready for another caller.
     async fn build_new(self: &Arc<Self>) -> Result<Slot> {
         let index = self.state.lock().reserve(self.plan.range.slots())?;
         let (done, slot) = oneshot::channel();

@@ -1,5 +1,5 @@
-//! Slots on a real host: namespaces, taps, rules and routes of the kernel, and real packets through them.
-//! Needs root; skips without.
+//! Slots on a real host: namespaces, taps, rules and routes of the kernel, and real packets through
+//! them. Needs root; skips without.
 
 mod common;
 
@@ -298,7 +298,8 @@ async fn fifty_users_leave_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Does the host's connection table hold flows of this address? False where the kernel does not show it.
+/// Does the host's connection table hold flows of this address? False where the kernel does not
+/// show it.
 fn flows(address: Ipv4Addr) -> Result<bool> {
     match std::fs::read_to_string("/proc/net/nf_conntrack") {
         Ok(table) => Ok(table.contains(&format!("src={address} "))),

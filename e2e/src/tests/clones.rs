@@ -81,7 +81,10 @@ pub async fn hooks_run_in_each_copy_and_can_refuse_it(world: Arc<World>) -> Resu
     parent.sh("cd /etc/keiki/thaw.d && printf '#!/bin/sh\\necho no licence for copies >&2; exit 3\\n' >20-no && chmod +x 20-no").await?;
     let count = client.list(false).await?.len();
     let refused = parent.fork(2).await.err().context("a hook that fails was ignored")?;
-    ensure!(format!("{refused:#}").contains("hook 20-no ended with 3: no licence for copies"), "{refused:#}");
+    ensure!(
+        format!("{refused:#}").contains("hook 20-no exited with 3: no licence for copies"),
+        "{refused:#}"
+    );
     ensure!(client.list(false).await?.len() == count, "a copy that was refused is still there");
     ensure!(parent.sh("echo fine").await? == "fine", "the original suffered");
     Ok(())

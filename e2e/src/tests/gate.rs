@@ -75,26 +75,26 @@ while True:
 
 const CASES: [Broken; 14] = [
     // ioctl RNDADDENTROPY, and RNDRESEEDCRNG
-    call("entropy", "", "16:0x40085203", "1", "cannot set entropy: Operation not permitted"),
-    call("entropy", "", "16:0x5207", "1", "cannot set entropy: Operation not permitted"),
-    call("clock", "", "227", "1", "cannot set clock: Operation not permitted"),
-    call("hostname", "", "170", "1", "cannot set hostname: Operation not permitted"),
+    call("entropy", "", "16:0x40085203", "1", "step entropy failed: Operation not permitted"),
+    call("entropy", "", "16:0x5207", "1", "step entropy failed: Operation not permitted"),
+    call("clock", "", "227", "1", "step clock failed: Operation not permitted"),
+    call("hostname", "", "170", "1", "step hostname failed: Operation not permitted"),
     shell(
         "machine_id",
         "echo other >/dev/shm/id && mount --bind /dev/shm/id /etc/machine-id && mount -o remount,ro,bind /etc/machine-id",
-        "cannot set machine_id: Read-only file system",
+        "step machine_id failed: Read-only file system",
     ),
     shell(
         "seeds",
         "mkdir -p /var/lib/systemd && cd /var/lib/systemd && echo x >random-seed && \
          mount --bind random-seed random-seed && mount -o remount,ro,bind random-seed",
-        "cannot set seeds: Read-only file system",
+        "step seeds failed: Read-only file system",
     ),
     shell(
         "host_keys",
         "mkdir -p /etc/ssh && echo x >/etc/ssh/ssh_host_ed25519_key && printf '#!/bin/sh\\nexit 3\\n' >/usr/bin/ssh-keygen && \
          chmod +x /usr/bin/ssh-keygen",
-        "cannot set host_keys: ",
+        "step host_keys failed: ",
     ),
     // pidfd_getfd, of a connection with the slot's name server
     call(
@@ -105,28 +105,28 @@ const CASES: [Broken; 14] = [
          for i in $(seq 100); do [ -e /dev/shm/far ] && exit 0; sleep 0.1; done; exit 1",
         "438",
         "1",
-        "cannot set connections: Operation not permitted",
+        "step connections failed: Operation not permitted",
     ),
-    shell("secrets", "echo >/run/keiki/secrets", "cannot set secrets: Not a directory"),
+    shell("secrets", "echo >/run/keiki/secrets", "step secrets failed: Not a directory"),
     shell(
         "generation",
         "rm /run/keiki/generation && mkdir /run/keiki/generation",
-        "cannot set generation: Is a directory",
+        "step generation failed: Is a directory",
     ),
     shell(
         "hooks",
         "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/bin/sh\necho no >&2; exit 3\n' >10 && chmod +x 10",
-        "cannot set hooks: hook 10 ended with 3: no",
+        "step hooks failed: hook 10 exited with 3: no",
     ),
     shell(
         "hooks",
         "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/no/such/shell\n' >10 && chmod +x 10",
-        "cannot set hooks: hook 10: No such file or directory",
+        "step hooks failed: hook 10: No such file or directory",
     ),
     shell(
         "hooks",
         "mkdir -p /etc/keiki/thaw.d && cd /etc/keiki/thaw.d && printf '#!/bin/sh\nsleep 1000\n' >10 && chmod +x 10",
-        "cannot set hooks: hook 10: /etc/keiki/thaw.d/10 did not end within 10 s",
+        "step hooks failed: hook 10: /etc/keiki/thaw.d/10 did not exit within 10 s",
     ),
     // The agent exits before it acknowledges, and with it the kernel.
     call("acknowledgement", "", "227", "end", "the guest did not take on its new identity"),
@@ -200,13 +200,13 @@ pub async fn every_way_to_a_copy_has_the_gate(world: Arc<World>) -> Result<()> {
     let given = BTreeMap::from([("BIG".to_owned(), secret)]);
     let forked =
         client.fork(parent.id, &ForkSandbox { secrets: Some(given), ..ForkSandbox::default() }).await;
-    told(forked, "cannot set secrets: No space left on device")?;
+    told(forked, "step secrets failed: No space left on device")?;
     parent.sh("umount /run/keiki/secrets && rm /run/keiki/generation && mkdir /run/keiki/generation").await?;
     let snapshot = parent.snapshot().await?;
     let restored = client.restore(snapshot.id, CreateSandbox::default()).await;
-    told(restored, "cannot set generation: Is a directory")?;
+    told(restored, "step generation failed: Is a directory")?;
     client.hibernate(parent.id).await?;
-    told(client.wake(parent.id).await, "cannot set generation: Is a directory")?;
+    told(client.wake(parent.id).await, "step generation failed: Is a directory")?;
     ensure!(parent.view().await?.status == Status::Hibernated, "it is not as it was before the wake");
     parent.kill().await?;
     client.delete_snapshot(snapshot.id).await?;

@@ -1,13 +1,13 @@
-//! `keiki-recorder FILE`: for the tests of clones. Draws from each of the kernel's generators without a pause, and writes
-//! down each value with the time before it was drawn. It is static and calls the kernel for every value, so that what
-//! it draws first in a copy is what the copy's kernel gives first.
+//! `keiki-recorder FILE`: for the tests of clones. Reads random values from each kernel interface
+//! without a pause, and writes down each with the time just before. It is static and calls the
+//! kernel for every value, so its first value in a copy is the first that the copy's kernel gives.
 //!
 //! ```text
-//!   FILE       a ring of records: time in ns, number and kind, 16 bytes drawn     each 8, 8, 16 bytes
-//!   FILE.end   written once, in a copy: how many records there are, after the last one
+//!   FILE       a ring of records: time in ns, number and kind, 16 random bytes     8, 8, 16 bytes
+//!   FILE.end   written once, in a copy: the number of records after the last one
 //! ```
 //!
-//! In a copy it stops some records after the first, so that these stay in the ring.
+//! In a copy it stops after some records, so that the first ones stay in the ring.
 
 use rustix::{
     io::{pread, pwrite},
@@ -17,9 +17,9 @@ use rustix::{
 use std::{fs::File, io, process::ExitCode};
 
 const RING: u64 = 1 << 17;
-/// Drawn in a copy until it stops.
+/// Records in a copy until it stops.
 const IN_COPY: u64 = 5_000;
-/// One UUID to so many other values: it is the slowest.
+/// Every so many values, one is a UUID: the slowest kind.
 const UUID_EVERY: u64 = 32;
 const RECORD: usize = 32;
 const DRAWN: usize = 16;
@@ -54,7 +54,7 @@ fn record(path: &str) -> io::Result<()> {
                 2
             }
             odd if odd % 2 == 1 => {
-                // The kernel gives so few bytes at once or none.
+                // The kernel returns this few bytes at once.
                 getrandom(&mut drawn, GetRandomFlags::empty())?;
                 0
             }

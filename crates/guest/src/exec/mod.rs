@@ -1,7 +1,7 @@
-//! Commands: starting them, finding them again, and how long they are remembered.
+//! Commands: how they are started and found again, and how long they are remembered.
 //!
-//! A session belongs to the guest, not to the connection that asked for it. It is kept for a while after its
-//! end, so that whoever lost the connection can still fetch the rest.
+//! A session belongs to the guest, not to the connection that started it. It is kept for a while
+//! after its end, so that a caller that lost its connection can still fetch the rest.
 
 mod plan;
 mod pump;
@@ -11,16 +11,17 @@ pub use session::{Reader, event};
 
 use crate::{cgroup::Group, log, reaper::Reaper, sys};
 use keiki_protocol::guest::{ExecInfo, ExecSpec, Exit, Pty};
+use parking_lot::Mutex;
 use plan::Ends;
 use pump::{Source, pump, supervise};
 use rustix::process::{Pid, Signal, kill_process};
-use session::{Birth, Channel, Session};
+use session::{Channel, Session, SessionSpec};
 use std::{
     collections::HashMap,
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
@@ -32,68 +33,68 @@ use tokio::{
     time::timeout,
 };
 
-/// Commands that run at once.
+/// Commands that may run at once.
 const MAX_RUNNING: usize = 1024;
-/// Ended commands remembered, of each sort: how many, with how much output.
+/// Ended commands that are remembered, of each kind, and their output.
 const MAX_ENDED: usize = 128;
 const MAX_ENDED_BYTES: usize = 8 << 20;
-/// For how long, where somebody heard of the end, and where perhaps nobody did.
+/// How long an ended command is remembered: an ordinary one, and one started with `keep`.
 const MAX_ENDED_AGE: Duration = Duration::from_secs(120);
 const MAX_KEPT_AGE: Duration = Duration::from_secs(24 * 3600);
 const MAX_ID: usize = 64;
-/// The code of a command that SIGKILL ended.
+/// The exit code of a command that SIGKILL ended.
 const KILLED: i32 = 128 + 9;
-/// Input that is kept for all commands together, until they read it.
+/// Unread input that is kept for all commands together.
 const MAX_SPOOLED: usize = 64 << 20;
-/// What ends the input of a terminal.
+/// The character that ends the input of a terminal.
 const END_OF_INPUT: u8 = 4;
-/// Empty groups kept.
+/// Empty groups that are kept.
 const MAX_SPARE: usize = 8;
-/// Turns of the runtime that a command's last words take to the port.
-const AFTER_THE_END: usize = 4;
+/// How often to yield to the runtime until a command's last output has reached the port.
+const YIELDS_AFTER_END: usize = 4;
 
 /// Why a request about a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
-    /// The request makes no sense.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// There is none of that name, or no longer.
-    #[error("no command {0:?}")]
+    /// No such command, or no longer.
+    #[error("no such command: {0:?}")]
     Unknown(String),
-    /// There is one of that name already.
-    #[error("a command {0:?} exists")]
+    /// The id is taken.
+    #[error("command {0:?} already exists")]
     Exists(String),
-    /// Too many.
-    #[error("{MAX_RUNNING} commands run already")]
+    /// Too many commands.
+    #[error("{MAX_RUNNING} commands are already running")]
     TooMany,
-    /// No room for more input.
-    #[error("commands have {} MiB of input already that they do not read", MAX_SPOOLED >> 20)]
+    /// Too much unread input.
+    #[error("commands already have {} MiB of unread input", MAX_SPOOLED >> 20)]
     InputFull,
-    /// It has ended.
+    /// The command has ended.
     #[error("the command has ended")]
     Ended,
-    /// Its output is somebody's.
-    #[error("the command belongs to the call that started it, which still reads it")]
+    /// The caller that started it still reads its output.
+    #[error("the call that started the command still reads its output")]
     Taken,
-    /// It never had what was asked for.
+    /// It has no terminal, or no open input.
     #[error("the command has no {0}")]
     Without(&'static str),
-    /// No streams for it.
+    /// Its standard streams could not be made.
     #[error("cannot make the command's standard streams")]
     Streams(#[source] io::Error),
-    /// No control group for it.
+    /// Its control group could not be made.
     #[error("cannot make the command's control group")]
     Group(#[source] io::Error),
-    /// Something else went wrong.
+    /// Something else failed.
     #[error("the agent failed")]
     Agent(#[source] io::Error),
 }
 
-/// What came of a start.
+/// The result of a start.
 #[derive(Debug)]
 pub enum Launched {
-    /// It runs; this reads it.
+    /// It runs; the reader gets its output.
     Running(Reader),
     /// It did not start.
     Refused(Exit),
@@ -102,28 +103,28 @@ pub enum Launched {
 /// All commands of this machine.
 #[derive(Debug)]
 pub struct Execs {
-    sessions: Mutex<HashMap<String, Slot>>,
+    sessions: Mutex<HashMap<String, Entry>>,
     reaper: Arc<Reaper>,
-    /// Held for reading while a process is made, for writing while user work is frozen: a child made into a
-    /// frozen group would never reach its program, and its parent would wait for it.
+    /// Held for reading while a process is started, for writing while user work is frozen: a child
+    /// in a frozen group would never exec its program, and its parent would wait for it.
     gate: Arc<RwLock<()>>,
     /// Groups whose leader has ended but that still have processes.
     lingering: Mutex<Vec<Arc<Group>>>,
     /// Empty groups for the next commands.
     spare: Mutex<Vec<Arc<Group>>>,
-    /// Groups made so far; each is named by its number.
+    /// Number of groups made so far; each is named by its number.
     groups: AtomicU64,
 }
 
 #[derive(Debug)]
-enum Slot {
-    /// The name is taken, the process not made yet.
+enum Entry {
+    /// The id is taken, the process not started yet.
     Starting,
-    Made(Arc<Session>),
+    Started(Arc<Session>),
 }
 
 impl Execs {
-    /// None yet.
+    /// No commands yet.
     pub fn new(reaper: Arc<Reaper>) -> Arc<Self> {
         Arc::new(Self {
             sessions: Mutex::default(),
@@ -135,18 +136,14 @@ impl Execs {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Slot>> {
-        lock(&self.sessions)
-    }
-
     fn find(&self, id: &str) -> Result<Arc<Session>, ExecError> {
-        match self.lock().get(id) {
-            Some(Slot::Made(session)) => Ok(session.clone()),
+        match self.sessions.lock().get(id) {
+            Some(Entry::Started(session)) => Ok(session.clone()),
             _ => Err(ExecError::Unknown(id.chars().take(MAX_ID).collect())),
         }
     }
 
-    /// Waits until no process is being made, and holds back new ones until the guard is dropped.
+    /// Waits until no process is being started, and prevents new ones until the guard is dropped.
     pub async fn hold(&self) -> OwnedRwLockWriteGuard<()> {
         self.gate.clone().write_owned().await
     }
@@ -158,11 +155,11 @@ impl Execs {
         self.forget_old();
         self.reserve(&spec.id)?;
         let execs = self.clone();
-        // On a thread of its own: the file systems below a program may be slow, or served by user work.
+        // On another thread: the file system of a program may be slow, or served by user work.
         let made = spawn_blocking(move || {
             let result = execs.make(&spec, gate);
             if !matches!(result, Ok(Launched::Running(_))) {
-                execs.lock().remove(&spec.id);
+                execs.sessions.lock().remove(&spec.id);
             }
             result
         });
@@ -170,15 +167,15 @@ impl Execs {
     }
 
     fn reserve(&self, id: &str) -> Result<(), ExecError> {
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.lock();
         if sessions.contains_key(id) {
             return Err(ExecError::Exists(id.to_owned()));
         }
-        let live = |slot: &&Slot| !matches!(slot, Slot::Made(session) if session.ended().is_some());
+        let live = |slot: &&Entry| !matches!(slot, Entry::Started(session) if session.ended().is_some());
         if sessions.values().filter(live).count() >= MAX_RUNNING {
             return Err(ExecError::TooMany);
         }
-        sessions.insert(id.to_owned(), Slot::Starting);
+        sessions.insert(id.to_owned(), Entry::Starting);
         Ok(())
     }
 
@@ -192,7 +189,7 @@ impl Execs {
         let start = self.reaper.start();
         let spawned = sys::spawn(&plan, group.directory());
         drop(gate);
-        // The child has its own copies; the agent's would keep the pipes from ending.
+        // The child has its own copies; those of the agent would keep the pipes open.
         drop(plan.stdio);
         let pid = match spawned {
             Ok(pid) => pid,
@@ -209,12 +206,12 @@ impl Execs {
             Ok(attached) => attached,
             Err(error) => {
                 let _ = group.kill();
-                lock(&self.lingering).push(group);
+                self.lingering.lock().push(group);
                 return Err(error);
             }
         };
         let (id, argv) = (spec.id.clone(), shown(spec));
-        let session = Session::new(Birth { id, argv, keep: spec.keep, pid, group, input, terminal });
+        let session = Session::new(SessionSpec { id, argv, keep: spec.keep, pid, group, input, terminal });
         let reader = session.attach([0, 0])?;
         for source in &sources {
             tokio::spawn(pump(session.clone(), source.clone()));
@@ -223,24 +220,25 @@ impl Execs {
         let (execs, watched) = (self.clone(), session.clone());
         tokio::spawn(async move {
             supervise(watched.clone(), sources, leader, limit).await;
-            // First let those who wait for the end have it.
-            for _ in 0..AFTER_THE_END {
+            // Let callers that wait for the end have it first.
+            for _ in 0..YIELDS_AFTER_END {
                 yield_now().await;
             }
             if watched.ended().is_none_or(|(exit, _)| exit.code == KILLED) {
-                watched.with_group(Group::wear_out);
+                watched.with_group(Group::retire);
             }
-            match watched.give_back_group() {
+            match watched.return_group() {
                 Some((group, true)) => execs.keep(group),
-                Some((group, false)) => lock(&execs.lingering).push(group),
+                Some((group, false)) => execs.lingering.lock().push(group),
                 None => {}
             }
         });
-        self.lock().insert(spec.id.clone(), Slot::Made(session));
+        self.sessions.lock().insert(spec.id.clone(), Entry::Started(session));
         Ok(Launched::Running(reader))
     }
 
-    /// Reads a command from these offsets on. `polite`: not if the caller who started it still does.
+    /// Reads a command's output from these offsets. `polite`: not while the caller that started it
+    /// still reads it.
     pub fn attach(&self, id: &str, offsets: [u64; 2], polite: bool) -> Result<Reader, ExecError> {
         let session = self.find(id)?;
         if polite && !session.keep && session.is_read() {
@@ -249,14 +247,14 @@ impl Execs {
         session.attach(offsets)
     }
 
-    /// Keeps all of this input until the command has read it, and then ends the input if asked to. Whoever sent it need
-    /// not wait, and what is written later comes after it.
+    /// Keeps this input until the command has read it, and then ends the input if `eof`. The caller
+    /// need not wait; input that is written later comes after it.
     pub async fn spool(&self, id: &str, spooled: Spooled, eof: bool) -> Result<(), ExecError> {
         let session = self.find(id)?;
         let input = session.input.clone().lock_owned().await;
         tokio::spawn(async move {
             let mut input = input;
-            // A command that does not read its input is no error.
+            // It is not an error if the command does not read its input.
             let _ = feed(&session, input.as_ref(), &spooled.data).await;
             if eof {
                 match &session.terminal {
@@ -268,14 +266,15 @@ impl Execs {
         Ok(())
     }
 
-    /// Writes to a command's input; returns how much was taken. Less than all: nobody reads it any more.
+    /// Writes to a command's input and returns how much it took. Less than all if the command no
+    /// longer reads it.
     pub async fn input(&self, id: &str, data: &[u8]) -> Result<usize, ExecError> {
         let session = self.find(id)?;
         let guard = session.input.lock().await;
         feed(&session, guard.as_ref(), data).await
     }
 
-    /// Ends a command's input. On a terminal that is a keystroke.
+    /// Ends a command's input. On a terminal, that is a keystroke.
     pub async fn end_input(&self, id: &str) -> Result<(), ExecError> {
         let session = self.find(id)?;
         if session.terminal.is_some() {
@@ -290,7 +289,7 @@ impl Execs {
     pub fn signal(&self, id: &str, number: i32, whole_group: bool) -> Result<(), ExecError> {
         let session = self.find(id)?;
         let signal = Signal::from_named_raw(number)
-            .ok_or_else(|| ExecError::Invalid(format!("{number} is no signal")))?;
+            .ok_or_else(|| ExecError::Invalid(format!("not a signal: {number}")))?;
         if !whole_group {
             return match session.signal_leader(signal).map_err(ExecError::Agent)? {
                 true => Ok(()),
@@ -315,22 +314,22 @@ impl Execs {
             .map_err(|error| ExecError::Agent(error.into()))
     }
 
-    /// All that somebody may ask for, oldest first.
+    /// All commands that a caller may ask for, oldest first.
     pub fn list(&self) -> Vec<ExecInfo> {
         self.forget_old();
-        let sessions = self.lock();
+        let sessions = self.sessions.lock();
         let mut all: Vec<ExecInfo> = sessions
             .values()
             .filter_map(|slot| match slot {
-                Slot::Made(session) if !session.is_settled() => Some(session.info()),
-                Slot::Made(_) | Slot::Starting => None,
+                Entry::Started(session) if !session.is_reported() => Some(session.info()),
+                Entry::Started(_) | Entry::Starting => None,
             })
             .collect();
         all.sort_by_key(|info| info.started_unix_ms);
         all
     }
 
-    /// Ends what still runs of a command and forgets it.
+    /// Kills what still runs of a command, and forgets it.
     pub fn forget(&self, id: &str) -> Result<(), ExecError> {
         let session = self.find(id)?;
         match session.with_group(Group::kill) {
@@ -339,19 +338,19 @@ impl Execs {
             }
             _ => {}
         }
-        self.lock().remove(id);
+        self.sessions.lock().remove(id);
         session.forget_output();
         Ok(())
     }
 
     fn forget_old(&self) {
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.lock();
         for (keep, age) in [(false, MAX_ENDED_AGE), (true, MAX_KEPT_AGE)] {
-            let of_sort = |session: &Session| session.keep == keep && !session.is_read();
+            let of_kind = |session: &Session| session.keep == keep && !session.is_read();
             let mut ended: Vec<_> = sessions
                 .values()
                 .filter_map(|slot| match slot {
-                    Slot::Made(session) if of_sort(session) => {
+                    Entry::Started(session) if of_kind(session) => {
                         session.ended().map(|(_, when)| (when, session.kept(), session.id.clone()))
                     }
                     _ => None,
@@ -363,8 +362,8 @@ impl Execs {
                 count += 1;
                 bytes += kept;
                 if count > MAX_ENDED || bytes > MAX_ENDED_BYTES || when.elapsed() > age {
-                    // Whoever still reads its pipes keeps the session, but needs none of this.
-                    if let Some(Slot::Made(session)) = sessions.remove(&id) {
+                    // A pump of its pipes may keep the session, but does not need the output.
+                    if let Some(Entry::Started(session)) = sessions.remove(&id) {
                         session.forget_output();
                     }
                 }
@@ -372,33 +371,33 @@ impl Execs {
         }
     }
 
-    /// An empty group.
+    /// An empty group for a command.
     fn group(&self) -> io::Result<Arc<Group>> {
-        if let Some(group) = lock(&self.spare).pop() {
+        if let Some(group) = self.spare.lock().pop() {
             return Ok(group);
         }
         Group::new(&self.groups.fetch_add(1, Ordering::Relaxed).to_string()).map(Arc::new)
     }
 
-    /// Keeps a group that is empty and nobody's for the next command.
+    /// Keeps an empty, unused group for the next command.
     fn keep(&self, group: Arc<Group>) {
-        let mut spare = lock(&self.spare);
+        let mut spare = self.spare.lock();
         if spare.len() < MAX_SPARE && group.is_reusable() {
             return spare.push(group);
         }
         drop(spare);
         if !group.remove() {
-            lock(&self.lingering).push(group);
+            self.lingering.lock().push(group);
         }
     }
 
-    /// Removes groups that have become empty. To be called when something unknown has ended.
+    /// Removes groups that have become empty. Call it when an unknown process has ended.
     pub fn sweep_groups(&self) {
-        lock(&self.lingering).retain(|group| !group.remove());
+        self.lingering.lock().retain(|group| !group.remove());
     }
 }
 
-/// Input that is kept until it is read.
+/// Input that is kept until the command reads it.
 #[derive(Debug, Default)]
 pub struct Spooled {
     data: Vec<u8>,
@@ -407,7 +406,7 @@ pub struct Spooled {
 static SPOOLED: AtomicUsize = AtomicUsize::new(0);
 
 impl Spooled {
-    /// Takes more, if there is room for it.
+    /// Adds input, if there is room for it.
     pub fn push(&mut self, data: &[u8]) -> Result<(), ExecError> {
         let all = SPOOLED.fetch_add(data.len(), Ordering::Relaxed) + data.len();
         self.data.extend_from_slice(data);
@@ -426,7 +425,7 @@ impl Drop for Spooled {
     }
 }
 
-/// Writes until all is taken, or nobody reads it any more; how much that was.
+/// Writes until all is taken or the command no longer reads it. Returns how much was taken.
 async fn feed(session: &Session, input: Option<&File>, mut data: &[u8]) -> Result<usize, ExecError> {
     let Some(file) = input else { return Err(ExecError::Without("open input")) };
     let all = data.len();
@@ -445,11 +444,7 @@ async fn feed(session: &Session, input: Option<&File>, mut data: &[u8]) -> Resul
     Ok(all - data.len())
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Sends a signal to processes; those that have ended meanwhile are no error.
+/// Sends a signal to processes; it is not an error if some have exited.
 pub fn signal_all(processes: &[i32], signal: Signal) {
     for pid in processes.iter().filter_map(|&pid| Pid::from_raw(pid)) {
         let _ = kill_process(pid, signal);
@@ -459,7 +454,7 @@ pub fn signal_all(processes: &[i32], signal: Signal) {
 fn check_id(id: &str) -> Result<(), ExecError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     if id.is_empty() || id.len() > MAX_ID || !id.bytes().all(plain) {
-        let problem = format!("a command's id is 1 to {MAX_ID} letters, digits, '-' and '_'");
+        let problem = format!("a command id is 1 to {MAX_ID} letters, digits, '-' and '_'");
         return Err(ExecError::Invalid(problem));
     }
     Ok(())
@@ -501,7 +496,7 @@ fn attach_ends(ends: Ends) -> io::Result<(Option<File>, Option<File>, Vec<Source
     }
 }
 
-/// Ends user work: a request first, then without asking.
+/// Ends user work: SIGTERM first, then SIGKILL.
 pub async fn end_user_work(grace: Duration) {
     let gone = async {
         while !crate::cgroup::user_processes().is_empty() {

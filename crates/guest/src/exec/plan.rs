@@ -1,4 +1,4 @@
-//! From what the node asks for to what the kernel needs, before there is a process.
+//! Turns a request into everything that a new process needs, before it is started.
 
 use super::ExecError;
 use crate::{
@@ -21,7 +21,7 @@ use std::{
 
 const PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 const SHELL: &[u8] = b"/bin/sh";
-/// What the root disk sets for everybody, as PAM reads it.
+/// The environment that the root disk sets for all users, as PAM reads it.
 const ENVIRONMENT: &str = "/etc/environment";
 const ENVIRONMENT_LIMIT: u64 = 64 << 10;
 /// Arguments and environment together. The kernel has its own, smaller limits.
@@ -30,26 +30,19 @@ const MAX_WORDS: usize = 2 << 20;
 /// The agent's ends of a command's standard streams.
 #[derive(Debug)]
 pub enum Ends {
-    /// One pipe each; no input where the command got none.
-    Pipes {
-        /// Standard input.
-        input: Option<OwnedFd>,
-        /// Standard output.
-        output: OwnedFd,
-        /// Standard error.
-        error: OwnedFd,
-    },
+    /// One pipe each. No input if the command's stdin is not open.
+    Pipes { input: Option<OwnedFd>, output: OwnedFd, error: OwnedFd },
     /// A pseudo-terminal.
     Terminal(OwnedFd),
 }
 
-/// Lays out everything for a command.
+/// Prepares everything for a command.
 pub fn plan(spec: &ExecSpec) -> Result<(Plan, Ends), ExecError> {
     let account = users::lookup(&spec.user).map_err(|error| ExecError::Invalid(error.to_string()))?;
     let argv: Vec<&[u8]> = match (spec.argv.is_empty(), spec.shell.is_empty()) {
         (false, true) => spec.argv.iter().map(|word| &word[..]).collect(),
         (true, false) => vec![SHELL, b"-c", &spec.shell],
-        _ => return Err(ExecError::Invalid("give either argv or a shell line".into())),
+        _ => return Err(ExecError::Invalid("give either argv or a shell line, not both".into())),
     };
     let own = users::slurp(ENVIRONMENT, ENVIRONMENT_LIMIT);
     let env = environment(&account, &own, spec);
@@ -78,12 +71,12 @@ pub fn plan(spec: &ExecSpec) -> Result<(Plan, Ends), ExecError> {
     Ok((plan, ends))
 }
 
-/// What a shell says when `program` does not start: the code and the words.
+/// The exit code and message of a program that does not start, as a shell reports them.
 pub fn refusal(error: &SpawnError, spec: &ExecSpec) -> (i32, String) {
     let show = |bytes: &[u8]| String::from_utf8_lossy(&bytes[..bytes.len().min(256)]).into_owned();
     let program = spec.argv.first().map_or(show(SHELL), |word| show(word));
     match error {
-        SpawnError::Clone(error) => (126, format!("cannot make a process: {error}")),
+        SpawnError::Clone(error) => (126, format!("cannot create a process: {error}")),
         SpawnError::Child { step: Step::Exec, error } => match error.raw_os_error() {
             Some(libc::ENOENT | libc::ENOTDIR) => (127, format!("{program}: not found")),
             _ => (126, format!("{program}: cannot execute: {error}")),
@@ -101,8 +94,9 @@ pub fn refusal(error: &SpawnError, spec: &ExecSpec) -> (i32, String) {
 }
 
 fn word(bytes: Vec<u8>) -> Result<CString, ExecError> {
-    CString::new(bytes)
-        .map_err(|_| ExecError::Invalid("a zero byte in an argument, a variable or a directory".into()))
+    CString::new(bytes).map_err(|_| {
+        ExecError::Invalid("an argument, a variable or the directory contains a zero byte".into())
+    })
 }
 
 fn environment<'a>(account: &'a Account, own: &'a [u8], spec: &'a ExecSpec) -> BTreeMap<&'a [u8], &'a [u8]> {
@@ -119,7 +113,7 @@ fn environment<'a>(account: &'a Account, own: &'a [u8], spec: &'a ExecSpec) -> B
         env.insert(b"TERM", b"xterm-256color");
     }
     env.extend(spec.env.iter().map(|var| (&var.name[..], &var.value[..])));
-    // A name cannot hold a '='; one that does would set another variable.
+    // A name with a '=' would set another variable.
     env.retain(|name, _| !name.is_empty() && !name.contains(&b'='));
     env
 }
@@ -138,7 +132,7 @@ fn setting(line: &[u8]) -> Option<(&[u8], &[u8])> {
     (plain && !name.is_empty() && !value.contains(&0)).then_some((name, value))
 }
 
-/// Where a program may be.
+/// The paths where a program may be.
 fn candidates(program: &[u8], path: &[u8]) -> Vec<Vec<u8>> {
     if program.contains(&b'/') || program.is_empty() {
         return vec![program.to_vec()];
@@ -175,7 +169,7 @@ fn streams(spec: &ExecSpec, account: &Account) -> io::Result<([OwnedFd; 3], Ends
     Ok(([stdin, stdout, stderr], Ends::Pipes { input, output, error }))
 }
 
-/// A terminal's size; 0 stands for the usual.
+/// A terminal's size; 0 means the default.
 pub fn winsize(cols: u32, rows: u32) -> Winsize {
     let size =
         |value: u32, usual: u16| if value == 0 { usual } else { u16::try_from(value).unwrap_or(u16::MAX) };

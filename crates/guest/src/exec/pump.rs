@@ -1,8 +1,9 @@
-//! What keeps a session going: one task per output stream, one for its end.
+//! The tasks of a session: one per output stream, one for its end.
 //!
-//! A command has ended when its leader has, and everything that was in its pipes at that moment has been
-//! read. A child that it left in the background may hold the pipes open for ever: it gets a short grace, for
-//! output on its way, and is then no longer listened to (but still read, so that it never blocks).
+//! A command has ended when its leader has exited and everything in its pipes at that moment has
+//! been read. A child in the background may hold the pipes open for ever: it gets a short grace
+//! period for output on its way. After that its output is still read, so that it never blocks, but
+//! dropped.
 
 use super::session::{Channel, Session};
 use crate::cgroup::Group;
@@ -22,14 +23,14 @@ use std::{
 use tokio::{io::unix::AsyncFd, sync::oneshot, time::timeout};
 
 const SCRATCH: usize = 64 << 10;
-/// For output that is on its way when the leader ends but somebody else holds the pipe.
+/// For output on its way when the leader has exited but another process holds the pipe.
 const GRACE: Duration = Duration::from_millis(30);
 
 thread_local! {
     static BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; SCRATCH]);
 }
 
-/// A stream being read.
+/// An output stream of a command.
 #[derive(Debug, Clone)]
 pub struct Source {
     channel: Channel,
@@ -38,7 +39,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// `file` is what `channel` of the command is written to.
+    /// `file` is the agent's end of `channel`.
     pub fn new(channel: Channel, file: Arc<AsyncFd<OwnedFd>>) -> Self {
         Self { channel, file, over: Arc::default() }
     }
@@ -68,7 +69,8 @@ pub async fn pump(session: Arc<Session>, source: Source) {
             Ok(_) => tokio::task::yield_now().await,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => match source.file.readable().await {
                 Ok(mut ready) => {
-                    // Only if it still has nothing: between the read and now it may have got something.
+                    // Clears readiness only if it still has nothing: data may have come since the
+                    // read.
                     let _ = ready.try_io(|_| match read_some(&session, &source, room) {
                         Ok(0) => {
                             source.over.store(true, Ordering::Relaxed);
@@ -89,7 +91,7 @@ pub async fn pump(session: Arc<Session>, source: Source) {
     session.touch();
 }
 
-/// Reads once. 0: the end. The last holder of a terminal going away reads as an error.
+/// Reads once. 0 at the end. A terminal without holders reads as an error.
 fn read_some(session: &Session, source: &Source, room: usize) -> io::Result<usize> {
     BUFFER.with_borrow_mut(|buffer| {
         let size = buffer.len().min(room);
@@ -105,8 +107,8 @@ fn read_some(session: &Session, source: &Source, room: usize) -> io::Result<usiz
     })
 }
 
-/// Waits for the leader's end, at most for `limit`; then the whole group is killed. Calls the session
-/// finished when its output is in.
+/// Waits until the leader exits, and kills the whole group after `limit`. Finishes the session when
+/// all output is read.
 pub async fn supervise(
     session: Arc<Session>,
     sources: Vec<Source>,
@@ -120,7 +122,7 @@ pub async fn supervise(
             Ok(status) => status,
             Err(_) => {
                 timed_out = true;
-                // A group that cannot be killed has nobody in it.
+                // A group that cannot be killed is empty.
                 let _ = session.with_group(Group::kill);
                 leader.await
             }
@@ -142,7 +144,7 @@ pub async fn supervise(
     session.finish(Exit { code, timed_out, message: String::new(), duration_ms });
 }
 
-/// As a shell reports it.
+/// The exit code, as a shell reports it.
 fn exit_code(status: ExitStatus) -> i32 {
     match (status.code(), status.signal()) {
         (Some(code), _) => code,
@@ -158,7 +160,7 @@ mod tests {
 
     #[test]
     fn codes_are_those_of_a_shell() {
-        // From the kernel itself, not from an idea of its encoding.
+        // Statuses come from the kernel, so the test does not repeat their encoding.
         for (line, code) in [("exit 0", 0), ("exit 255", 255), ("kill -9 $$", 137), ("kill -15 $$", 143)] {
             let status = Command::new("/bin/sh").args(["-c", line]).status().unwrap();
             assert_eq!(exit_code(status), code, "{line}");

@@ -1,23 +1,24 @@
-//! A command's life as others see it: its output so far, its end, and who reads it.
+//! One command: its output so far, its end, and its reader.
 //!
-//! At most one reader at a time; a new one takes over. While a reader is attached, a command that writes
-//! faster is held back. Without one, its output overwrites the oldest. Between the two lies a grace: a node
-//! that restarts finds everything.
+//! A command has at most one reader; a new one takes over. With a reader, a command that writes
+//! faster is blocked. Without one, new output overwrites the oldest. In between there is a grace
+//! period: a node that restarts finds all output.
 //!
-//! All commands together keep [`KEEP_ALL`] and no more than a little for each beyond that: from there on a stream that
-//! nobody reads keeps its last [`SCARCE`] bytes, and one that somebody reads is held back sooner. So a reader loses
-//! nothing, and a thousand commands that nobody reads do not fill the machine.
+//! All commands together keep [`KEEP_ALL`] bytes. Beyond that, a stream without a reader keeps its
+//! last [`SCARCE`] bytes, and one with a reader blocks its command sooner. So a reader loses
+//! nothing, and a thousand commands without readers do not fill the memory.
 
 use super::ExecError;
 use crate::{cgroup::Group, ring::Ring};
 use bytes::Bytes;
 use keiki_protocol::guest::{ExecEvent, ExecInfo, Exit, Output, Started, exec_event::Event};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::process::Pid;
 use std::{
     os::fd::OwnedFd,
     pin::pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -27,15 +28,15 @@ use tonic::Status;
 
 /// Output kept per stream. More than a connection can have in flight, see `keiki_protocol::client`.
 const KEEP: usize = 1 << 20;
-/// Output that a reader may be behind before the command is held back.
+/// How far a reader may be behind before the command is blocked.
 const AHEAD: usize = 256 << 10;
-/// What all sessions keep together, before each is kept short.
+/// Output of all sessions together, before each is kept short.
 const KEEP_ALL: usize = 24 << 20;
-/// Output kept per stream from there on, and that its reader may be behind.
+/// Output kept per stream beyond that, and how far its reader may be behind.
 const SCARCE: usize = 16 << 10;
 /// Largest piece of output sent at once.
 const PIECE: usize = 32 << 10;
-/// How long a command without reader is held back as if there were one.
+/// How long a command without a reader is treated as if it had one.
 const GRACE: Duration = Duration::from_secs(3);
 
 static KEPT: AtomicUsize = AtomicUsize::new(0);
@@ -43,76 +44,63 @@ static KEPT: AtomicUsize = AtomicUsize::new(0);
 /// Standard output or standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Channel {
-    /// 1, and all of a terminal.
+    /// Standard output, or all output of a terminal.
     Out = 0,
-    /// 2.
     Err = 1,
 }
 
 /// A command, running or ended.
 #[derive(Debug)]
 pub struct Session {
-    /// The node's name for it.
     pub id: String,
-    /// As asked for.
     pub argv: Vec<Bytes>,
-    /// Wall clock at its start.
     pub started_unix_ms: u64,
-    /// At its start.
     pub started: Instant,
     /// Remembered for long after its end.
     pub keep: bool,
-    /// The leader's number.
+    /// The pid of its leader.
     pub pid: Pid,
-    /// Where it and its descendants live; none once all of them have ended and the group went back.
+    /// The control group of its processes. None once all have exited and the group was returned.
     group: Mutex<Option<Arc<Group>>>,
-    /// Where its input goes; none once it was closed.
+    /// The agent's end of its input. None once it is closed.
     pub input: Arc<tokio::sync::Mutex<Option<Arc<AsyncFd<OwnedFd>>>>>,
-    /// Its terminal, if it has one.
     pub terminal: Option<Arc<AsyncFd<OwnedFd>>>,
     state: Mutex<State>,
     changed: Notify,
 }
 
-/// What a new session starts from.
+/// What a new session is made of. The fields are those of [`Session`].
 #[derive(Debug)]
-pub struct Birth {
-    /// The node's name for it.
+pub struct SessionSpec {
     pub id: String,
-    /// As asked for.
     pub argv: Vec<Bytes>,
-    /// Remembered for long after its end.
     pub keep: bool,
-    /// The leader's number.
     pub pid: Pid,
-    /// Its control group.
     pub group: Arc<Group>,
-    /// Where its input goes.
     pub input: Option<Arc<AsyncFd<OwnedFd>>>,
-    /// Its terminal.
     pub terminal: Option<Arc<AsyncFd<OwnedFd>>>,
 }
 
 #[derive(Debug)]
 struct State {
     rings: [Ring; 2],
-    /// Not yet collected: its number still means this command.
+    /// The leader is not reaped yet: its pid still belongs to this command.
     leader_lives: bool,
     exit: Option<(Exit, Instant)>,
-    /// A reader was told of its end.
-    told: bool,
+    /// A reader got the exit event.
+    reported: bool,
     /// The attached reader; readers are numbered from 1.
     reader: Option<u64>,
     readers: u64,
-    /// What the reader was sent.
+    /// Offsets up to which the reader was sent output.
     sent: [u64; 2],
     /// Since when there is no reader.
     alone: Instant,
 }
 
 impl Session {
-    /// A command that was just started.
-    pub fn new(birth: Birth) -> Arc<Self> {
+    /// The session of a command that was just started.
+    pub fn new(spec: SessionSpec) -> Arc<Self> {
         let started_unix_ms = std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX));
@@ -120,33 +108,33 @@ impl Session {
             rings: [Ring::new(KEEP), Ring::new(KEEP)],
             leader_lives: true,
             exit: None,
-            told: false,
+            reported: false,
             reader: None,
             readers: 0,
             sent: [0; 2],
             alone: Instant::now(),
         };
         Arc::new(Self {
-            id: birth.id,
-            argv: birth.argv,
-            keep: birth.keep,
+            id: spec.id,
+            argv: spec.argv,
+            keep: spec.keep,
             started_unix_ms,
             started: Instant::now(),
-            pid: birth.pid,
-            group: Mutex::new(Some(birth.group)),
-            input: Arc::new(tokio::sync::Mutex::new(birth.input)),
-            terminal: birth.terminal,
+            pid: spec.pid,
+            group: Mutex::new(Some(spec.group)),
+            input: Arc::new(tokio::sync::Mutex::new(spec.input)),
+            terminal: spec.terminal,
             state: Mutex::new(state),
             changed: Notify::new(),
         })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
-    /// Waits until `look` finds something; it is asked again after each change and, at the latest, when
-    /// `limit` is over (then its answer is final).
+    /// Waits until `look` returns something. It is called again after each change and, at the
+    /// latest, after `limit`; then its answer is final.
     pub async fn wait_for<T>(
         &self,
         limit: Option<Duration>,
@@ -171,18 +159,18 @@ impl Session {
         }
     }
 
-    /// Tells everyone who waits that something is different.
+    /// Wakes everything that waits for a change.
     pub fn touch(&self) {
         self.changed.notify_waiters();
     }
 
-    /// Bytes of a stream so far.
+    /// Number of bytes of a stream so far.
     pub fn end(&self, channel: Channel) -> u64 {
         self.lock().rings[channel as usize].end()
     }
 
-    /// How much may be read from the command now. `Err` tells how long to wait before asking again although
-    /// nothing changes.
+    /// How much may be read from the command now. `Err` says how long to wait before asking again
+    /// if nothing changes.
     pub fn room(&self, channel: Channel) -> Result<usize, Option<Duration>> {
         let state = self.lock();
         if state.exit.is_some() {
@@ -202,7 +190,7 @@ impl Session {
         }
     }
 
-    /// Takes output of the command. After its end it is thrown away.
+    /// Adds output of the command. Output after its end is dropped.
     pub fn push(&self, channel: Channel, bytes: &[u8]) {
         let mut state = self.lock();
         if state.exit.is_some() {
@@ -225,25 +213,26 @@ impl Session {
         self.touch();
     }
 
-    /// The leader was collected: its number may mean another process from now on.
+    /// The leader was reaped: its pid may belong to another process from now on.
     pub fn leader_ended(&self) {
         self.lock().leader_lives = false;
     }
 
-    /// Does something with its group, unless that went back.
+    /// Calls `work` with its group, unless the group was returned.
     pub fn with_group<T>(&self, work: impl FnOnce(&Group) -> T) -> Option<T> {
-        self.group.lock().unwrap_or_else(PoisonError::into_inner).as_deref().map(work)
+        self.group.lock().as_deref().map(work)
     }
 
-    /// Its group after its end, and whether that is empty: then it is no longer this command's.
-    pub fn give_back_group(&self) -> Option<(Arc<Group>, bool)> {
-        let mut group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Its group after its end, and whether the group is empty. An empty group no longer belongs to
+    /// this command.
+    pub fn return_group(&self) -> Option<(Arc<Group>, bool)> {
+        let mut group = self.group.lock();
         let is_empty = group.as_ref()?.is_empty();
         let given = if is_empty { group.take() } else { group.clone() };
         Some((given?, is_empty))
     }
 
-    /// Sends a signal to the leader. False: it has ended.
+    /// Sends a signal to the leader. False if it has exited.
     pub fn signal_leader(&self, signal: rustix::process::Signal) -> std::io::Result<bool> {
         let state = self.lock();
         if state.leader_lives {
@@ -252,34 +241,34 @@ impl Session {
         Ok(state.leader_lives)
     }
 
-    /// All output is in; this was the end.
+    /// Ends the session. All output has been added.
     pub fn finish(&self, exit: Exit) {
         self.lock().exit = Some((exit, Instant::now()));
         self.touch();
     }
 
-    /// Has it ended? How, and since when.
+    /// How and when it ended, if it has.
     pub fn ended(&self) -> Option<(Exit, Instant)> {
         self.lock().exit.clone()
     }
 
-    /// Is there nothing about it that somebody may not know yet?
-    pub fn is_settled(&self) -> bool {
-        !self.keep && self.lock().told
+    /// Whether a caller has seen the end of this command, so that it need not be listed.
+    pub fn is_reported(&self) -> bool {
+        !self.keep && self.lock().reported
     }
 
-    /// Is somebody reading it?
+    /// Whether it has a reader.
     pub fn is_read(&self) -> bool {
         self.lock().reader.is_some()
     }
 
-    /// Gives the memory of its output back.
+    /// Frees the memory of its output.
     pub fn forget_output(&self) {
         KEPT.fetch_sub(self.kept(), Ordering::Relaxed);
         self.lock().rings.iter_mut().for_each(|ring| ring.keep_last(0));
     }
 
-    /// Bytes of output it keeps.
+    /// Bytes of output that it keeps.
     pub fn kept(&self) -> usize {
         self.lock().rings.iter().map(Ring::len).sum()
     }
@@ -301,14 +290,14 @@ impl Session {
         }
     }
 
-    /// Attaches a reader at these offsets. Output that was overwritten meanwhile is passed over: the offsets
-    /// of what comes tell.
+    /// Attaches a reader at these offsets. Skips output that was overwritten: the offsets of the
+    /// events show that.
     pub fn attach(self: &Arc<Self>, offsets: [u64; 2]) -> Result<Reader, ExecError> {
         let mut state = self.lock();
         for (ring, offset) in state.rings.iter().zip(offsets) {
             if offset > ring.end() {
                 return Err(ExecError::Invalid(format!(
-                    "offset {offset} is beyond the {} bytes there are",
+                    "offset {offset} is beyond the end of the output at {} bytes",
                     ring.end()
                 )));
             }
@@ -346,7 +335,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// The next event; none after the end.
+    /// The next event. None after the end.
     pub async fn next(&mut self) -> Option<Result<ExecEvent, Status>> {
         match self.stage {
             Stage::Over => return None,
@@ -373,11 +362,11 @@ impl Reader {
 }
 
 impl Session {
-    /// What reader `number` gets next, the stream that was not `last` first.
+    /// The next event for reader `number`. The stream that was not `last` comes first.
     fn take(&self, number: u64, last: Channel) -> Option<Result<(Channel, Event), Status>> {
         let mut state = self.lock();
         if state.reader != Some(number) {
-            return Some(Err(Status::aborted("another reader took over this command's output")));
+            return Some(Err(Status::aborted("another caller now reads the output of this command")));
         }
         let order =
             if last == Channel::Out { [Channel::Err, Channel::Out] } else { [Channel::Out, Channel::Err] };
@@ -392,7 +381,7 @@ impl Session {
             return Some(Ok((channel, event)));
         }
         let exit = state.exit.as_ref().map(|(exit, _)| exit.clone())?;
-        state.told = true;
+        state.reported = true;
         Some(Ok((last, Event::Exit(exit))))
     }
 }

@@ -1,12 +1,14 @@
-//! Connections with the world outside: a copy does not have them, its original does.
+//! Connections to the outside: the original keeps them, a copy loses them.
 //!
-//! The other end of a TCP connection knows one machine. Two that go on with it would both be answered by resets at best,
-//! and by silence, until a timeout, at worst. So every socket whose other end is outside is disconnected, as
-//! by its own program: `connect` to nothing, which Linux answers with `ECONNRESET` for whoever reads or writes it.
-//! A socket of somebody else's is reached by `pidfd_getfd`. This works because user work is frozen: a program
-//! that waited inside a call has left it, and finds the reset when it goes on.
+//! The peer of a TCP connection knows one machine. If two machines used it, both would get resets
+//! at best, and silence until a timeout at worst. So the agent disconnects every socket whose peer
+//! is outside, as its own program could: `connect` to an unspecified address, after which reads and
+//! writes fail with `ECONNRESET`. It reaches sockets of other processes with `pidfd_getfd`. This
+//! works because user work is frozen: a program that was waiting in a system call has left it, and
+//! sees the reset when it resumes.
 //!
-//! What stays inside lives on: loopback, the machine's own address, unix sockets, pipes, listeners.
+//! Connections inside the machine survive: loopback, the machine's own address, unix sockets,
+//! pipes, listeners.
 
 use crate::{exec::signal_all, sys, tcp_table};
 use rustix::{
@@ -24,7 +26,8 @@ use std::{
 /// More descriptors than a process may have.
 const MAX_FD: i32 = 1 << 20;
 
-/// Resets all TCP connections of these processes with peers outside of this machine; returns how many.
+/// Resets all TCP connections of these processes to peers outside this machine; returns their
+/// number.
 pub fn reset_foreign(processes: &[i32]) -> io::Result<usize> {
     let mut namespaces = BTreeMap::new();
     for &pid in processes {
@@ -36,7 +39,7 @@ pub fn reset_foreign(processes: &[i32]) -> io::Result<usize> {
     for pid in namespaces.into_values() {
         let mut found = vec![];
         for table in ["tcp", "tcp6"] {
-            // Absent where the kernel has no IPv6, or the process has ended.
+            // Absent if the kernel has no IPv6 or the process has exited.
             if let Ok(text) = fs::read_to_string(format!("/proc/{pid}/net/{table}")) {
                 found.extend(connections(&text));
             }
@@ -54,7 +57,7 @@ pub fn reset_foreign(processes: &[i32]) -> io::Result<usize> {
 }
 
 fn reset_in(pid: i32, foreign: &BTreeSet<u64>, reset: &mut BTreeSet<u64>) -> io::Result<()> {
-    // It may have ended.
+    // The process may have exited.
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return Ok(()) };
     let mut process = None;
     for entry in entries.flatten() {
@@ -81,7 +84,7 @@ fn reset_in(pid: i32, foreign: &BTreeSet<u64>, reset: &mut BTreeSet<u64>) -> io:
     Ok(())
 }
 
-/// A connection that somebody holds.
+/// A connection that a process holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Connection {
     local: IpAddr,
@@ -89,7 +92,7 @@ struct Connection {
     inode: u64,
 }
 
-/// Those of a table of the kernel's. An address of IPv4 counts as one also where IPv6 writes it.
+/// The connections in one of the kernel's tables. IPv4-mapped addresses count as IPv4.
 fn connections(table: &str) -> impl Iterator<Item = Connection> {
     let held = tcp_table::parse(table).filter(|socket| {
         socket.inode != 0
@@ -102,16 +105,17 @@ fn connections(table: &str) -> impl Iterator<Item = Connection> {
     })
 }
 
-/// Inodes of those whose peer is outside: neither loopback, nor an address that this end of some connection has.
+/// Inodes of connections whose peer is outside: neither loopback nor a local address of any
+/// connection.
 fn outside(all: &[Connection]) -> Vec<u64> {
     let own: BTreeSet<IpAddr> = all.iter().map(|connection| connection.local).collect();
     all.iter().filter(|c| !c.peer.is_loopback() && !own.contains(&c.peer)).map(|c| c.inode).collect()
 }
 
-/// Forgets the link addresses of neighbours: they are those of another slot.
+/// Forgets the link addresses of neighbours: they belong to another slot.
 pub fn forget_neighbours() -> io::Result<()> {
     static TABLE: OnceLock<fs::File> = OnceLock::new();
-    // Absent where there is no IPv4.
+    // Absent if the kernel has no IPv4.
     let Ok(table) = sys::kept_open(&TABLE, || fs::File::open("/proc/net/arp")) else { return Ok(()) };
     let text = read_from_start(table)?;
     let mut socket = None;
@@ -128,7 +132,7 @@ pub fn forget_neighbours() -> io::Result<()> {
             )?),
         };
         match sys::forget_neighbour(socket.as_fd(), ip, device) {
-            // Gone by itself meanwhile.
+            // It has expired in the meantime.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) if error.raw_os_error() == Some(libc::ENXIO) => {}
             result => result?,
@@ -137,7 +141,7 @@ pub fn forget_neighbours() -> io::Result<()> {
     Ok(())
 }
 
-/// All of a file of the kernel's that stays open: it makes the text anew for who reads from the start.
+/// Reads a kernel file that stays open: the kernel makes new text for a read at offset 0.
 fn read_from_start(file: &fs::File) -> io::Result<String> {
     let mut text = vec![0; 4096];
     let mut length = 0;
@@ -154,19 +158,20 @@ fn read_from_start(file: &fs::File) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Programs that keep answers of the old slot's name server, and the signal that makes each forget them.
+/// Programs that cache answers of the old slot's name server, and the signal that clears each
+/// cache.
 const CACHES: [(&str, Signal); 2] = [("systemd-resolve", Signal::USR2), ("dnsmasq", Signal::HUP)];
 
-/// Tells programs that cache names to forget them. They do before anything else, once they go on.
+/// Makes programs forget cached names as soon as they resume.
 pub fn forget_names(processes: &[i32]) {
     for (name, signal) in CACHES {
         signal_all(&processes_named(processes, name), signal);
     }
 }
 
-/// Those of these processes that run a program of this name.
+/// The processes that run a program of this name.
 pub fn processes_named(processes: &[i32], name: &str) -> Vec<i32> {
-    /// The kernel cuts names at this length.
+    /// The kernel truncates names to this length.
     const CUT: usize = 15;
     let wanted = &name.as_bytes()[..name.len().min(CUT)];
     let runs =
@@ -197,7 +202,7 @@ mod tests {
             line("00000000:1F90", "00000000:0000", "0A", 4),
             line("0F02000A:1F90", "01010101:01BB", "06", 5),
             line("0F02000A:1F90", "01010101:01BB", "02", 6),
-            // Half closed, and nobody's.
+            // Half closed, and held by no process.
             line("0F02000A:1F90", "01010101:01BB", "08", 7),
             line("0F02000A:1F90", "01010101:01BB", "04", 0),
             line(&format!("{mapped}0F02000A:1F90"), &format!("{mapped}08080808:0050"), "01", 8),
@@ -209,23 +214,23 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_are_none_are_passed_over() {
+    fn malformed_lines_are_skipped() {
         for odd in ["", "x", "0: zz:1 0100007F:1 01 0 0 0 0 0 5", "0: 0100007F:1 0:1 01 0 0 0 0 0 5"] {
             assert_eq!(connections(odd).next(), None, "{odd}");
         }
     }
 
     #[test]
-    fn a_file_of_the_kernels_is_read_again_from_its_start() {
+    fn a_kernel_file_is_read_again_from_its_start() {
         let table = fs::File::open("/proc/self/maps").unwrap();
         for _ in 0..2 {
-            // More than is read at a time; its first and its last lines are those of every process.
+            // More than one read; the first and last lines are the same in every process.
             let text = read_from_start(&table).unwrap();
             assert!(text.contains("[stack]") && text.lines().next().unwrap().contains("r--p"), "{text}");
         }
     }
 
-    /// On this machine itself: a disconnected socket says that it was reset.
+    /// On the machine that runs the tests: a disconnected socket reports a reset.
     #[test]
     fn a_disconnected_socket_reports_a_reset() {
         use std::{

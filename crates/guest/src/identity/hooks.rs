@@ -1,7 +1,8 @@
-//! `/etc/keiki/thaw.d`: what the owner of a template wants done in each copy before anybody meets it.
+//! `/etc/keiki/thaw.d`: programs of a template's owner that run in each copy before it is released.
 //!
-//! Executable files, run one after the other in the order of their names, as root, while user work stands still.
-//! One that fails, or all of them taking too long, fails the release: the copy is destroyed and its caller told why.
+//! Executable files run one after the other in the order of their names, as root, while user work
+//! is frozen. If one fails, or all of them together take too long, the release fails: the node
+//! destroys the copy and reports why.
 
 use super::program;
 use crate::reaper::Reaper;
@@ -16,11 +17,11 @@ use std::{
 use tokio::sync::Notify;
 
 const DIRECTORY: &str = "/etc/keiki/thaw.d";
-/// All of them together.
+/// For all hooks together.
 const LIMIT: Duration = Duration::from_secs(10);
 const MAX: usize = 64;
 
-/// Runs all of them.
+/// Runs all hooks.
 pub async fn run(reaper: &Arc<Reaper>, identity: &Identity) -> io::Result<()> {
     let hooks = find(Path::new(DIRECTORY))?;
     if hooks.is_empty() {
@@ -37,17 +38,20 @@ pub async fn run(reaper: &Arc<Reaper>, identity: &Identity) -> io::Result<()> {
     for hook in hooks {
         let name = hook.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let left = LIMIT.saturating_sub(begin.elapsed());
-        let ended = program::run(reaper, &hook, vec![], &env, left, &Notify::new())
+        let exited = program::run(reaper, &hook, vec![], &env, left, &Notify::new())
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("hook {name}: {error}")))?;
-        if ended.code != 0 {
-            return Err(io::Error::other(format!("hook {name} ended with {}: {}", ended.code, ended.said)));
+        if exited.code != 0 {
+            return Err(io::Error::other(format!(
+                "hook {name} exited with {}: {}",
+                exited.code, exited.output
+            )));
         }
     }
     Ok(())
 }
 
-/// Files that may be executed, by name. Hidden ones and those that editors and package tools leave are passed over.
+/// Executable files, sorted by name. Skips hidden files and leftovers of editors and package tools.
 fn find(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,

@@ -1,4 +1,4 @@
-//! SSH host keys, made anew for every new machine.
+//! SSH host keys: every new machine gets its own.
 
 use super::{
     connections::processes_named,
@@ -20,8 +20,8 @@ use tokio::{
 
 const SSH: &str = "/etc/ssh";
 const KEYGEN: &str = "/usr/bin/ssh-keygen";
-/// Kinds of host key, and how long each takes at most. The last one takes seconds where the processor is emulated,
-/// so it is made once the machine is released; until then there is none.
+/// Types of host key, and the time limit for each. An RSA key takes seconds on an emulated
+/// processor, so it is made after the release; until then there is none.
 const QUICK_KEYS: [&str; 2] = ["ed25519", "ecdsa"];
 const SLOW_KEYS: [&str; 1] = ["rsa"];
 const QUICK: Duration = Duration::from_secs(10);
@@ -39,7 +39,7 @@ struct Making {
 }
 
 impl SlowKeys {
-    /// Makes them in the background. Without them a server has the others.
+    /// Makes keys in the background. A server has the others until then.
     pub async fn begin(&self, reaper: &Arc<Reaper>, kinds: Vec<&'static str>) {
         if kinds.is_empty() {
             return;
@@ -57,8 +57,8 @@ impl SlowKeys {
         *self.0.lock().await = Some(Making { kinds, stop, task });
     }
 
-    /// Ends what is under way; returns what that was to make. Where a machine is copied meanwhile, each copy would
-    /// otherwise come to the same key.
+    /// Stops the task under way; returns what it had to make. Without this, all copies of a machine
+    /// that is frozen in the meantime would make the same key.
     async fn stop(&self) -> io::Result<Vec<&'static str>> {
         let Some(making) = self.0.lock().await.take() else { return Ok(vec![]) };
         if making.task.is_finished() {
@@ -70,7 +70,7 @@ impl SlowKeys {
     }
 }
 
-/// New SSH host keys of the kinds that there are, and the server told. Returns what is left to do after the release.
+/// Replaces the host keys and signals the server. Returns the types to make after the release.
 pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys, kept: &Kept) -> io::Result<Vec<&'static str>> {
     let unfinished = slow.stop().await?;
     let kinds: Vec<_> = QUICK_KEYS
@@ -82,7 +82,7 @@ pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys, kept: &Kept) -> io
         return Ok(unfinished);
     }
     for kind in &kinds {
-        // One that was not finished may be missing, and a public half.
+        // An unfinished key may be missing, or its public half.
         for path in [key(kind), key(kind).with_extension("pub")] {
             remove(&path)?;
         }
@@ -96,20 +96,23 @@ pub async fn host_keys(reaper: &Arc<Reaper>, slow: &SlowKeys, kept: &Kept) -> io
 
 async fn make_keys(reaper: &Arc<Reaper>, kinds: &[&str], limit: Duration, stop: &Notify) -> io::Result<()> {
     if !Path::new(KEYGEN).exists() {
-        // A server without keys says so. One with somebody else's would not.
+        // A server without keys fails visibly; a server with its original's keys would not.
         return Ok(());
     }
     for kind in kinds {
         let path = key(kind);
         let words = ["-q", "-t", kind, "-N", "", "-C", "", "-f"].map(str::to_owned);
         let arguments = words.into_iter().chain([path.to_string_lossy().into_owned()]).collect();
-        let ended = program::run(reaper, Path::new(KEYGEN), arguments, &[], limit, stop).await?;
-        if ended.code != 0 {
-            return Err(io::Error::other(format!("ssh-keygen ended with {}: {}", ended.code, ended.said)));
+        let exited = program::run(reaper, Path::new(KEYGEN), arguments, &[], limit, stop).await?;
+        if exited.code != 0 {
+            return Err(io::Error::other(format!(
+                "ssh-keygen exited with {}: {}",
+                exited.code, exited.output
+            )));
         }
     }
-    // A server has read its keys when it began. It reads them again before anything else, once it goes on; those that
-    // serve a connection ignore the signal's meaning and end, as their connection does.
+    // The server has read its keys when it started. On SIGHUP it reads them again as soon as it
+    // resumes. Its processes that serve a connection exit, as their connection is gone.
     signal_all(&processes_named(&cgroup::user_processes(), "sshd"), Signal::HUP);
     Ok(())
 }

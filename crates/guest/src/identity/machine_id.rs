@@ -1,11 +1,12 @@
 //! Machine ID, DHCP identifiers and random seeds.
 //!
-//! A new machine gets new ones; a machine that wakes keeps its own. A template can keep some: it lists them in
-//! `/etc/keiki/keep`, one per line, as `machine-id`, `ssh-host-keys`, `duid` or `random-seed`. The kernel's
-//! `boot_id` cannot be changed: it is new only after a boot.
+//! A new machine gets new ones; a machine that wakes keeps its own. A template can keep some: it
+//! lists them in `/etc/keiki/keep`, one per line, as `machine-id`, `ssh-host-keys`, `duid` or
+//! `random-seed`. The kernel's `boot_id` cannot be changed: it is new only after a boot.
 //!
-//! The machine ID lies in memory and is bind-mounted over the file on disk, as systemd does for machines with a
-//! read-only disk. A copy then writes to no disk while it assumes its identity, and no disk image holds a machine ID.
+//! The machine ID lies in memory and is bind-mounted over the file on disk, as systemd does for
+//! machines with a read-only disk. A copy then writes to no disk while it assumes its identity, and
+//! no disk image holds a machine ID.
 
 use crate::sys;
 use rustix::{
@@ -21,25 +22,26 @@ use std::{
 
 const KEEP: &str = "/etc/keiki/keep";
 const MACHINE_ID: &str = "/etc/machine-id";
-/// D-Bus looks here; often a link to the former.
+/// Where D-Bus looks; often a link to the former.
 const DBUS_ID: &str = "/var/lib/dbus/machine-id";
 const OWN_ID: &str = "/run/keiki/machine-id";
-/// Files that identify a DHCP client. They are made anew by whoever needs them.
+/// Files that identify a DHCP client. The client makes a new one when it needs it.
 const DUIDS: [&str; 4] =
     ["/var/lib/dhcpcd/duid", "/etc/dhcpcd.duid", "/var/lib/NetworkManager/secret_key", "/var/lib/dhcp/duid"];
-/// Files that seed a generator at a boot.
+/// Files that seed the generator at boot.
 const SEEDS: [&str; 3] =
     ["/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed", "/var/lib/misc/random-seed"];
 const SEED_BYTES: usize = 512;
 
-/// The machine ID in memory: open from the boot on, since finding and opening it is most of what writing it costs a copy.
+/// The machine ID in memory. Open from boot: finding and opening it would take longer than writing
+/// it.
 static OWN: OnceLock<fs::File> = OnceLock::new();
 
-/// The parts that are declared to be kept.
+/// The parts that the template keeps.
 pub struct Kept(String);
 
 impl Kept {
-    /// As the template says now.
+    /// What the template's file says now.
     pub fn read() -> Self {
         Self(fs::read_to_string(KEEP).unwrap_or_default())
     }
@@ -58,7 +60,7 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A machine ID as the file has it: 32 hexadecimal digits and a newline. Valid as a version 4 UUID too.
+/// A machine ID as in the file: 32 hexadecimal digits and a newline. Also a valid version 4 UUID.
 fn new_machine_id() -> io::Result<String> {
     let mut bytes: [u8; 16] = random()?;
     bytes[6] = bytes[6] & 0x0f | 0x40;
@@ -66,7 +68,7 @@ fn new_machine_id() -> io::Result<String> {
     Ok(format!("{:032x}\n", u128::from_be_bytes(bytes)))
 }
 
-/// Puts a machine ID in memory over the disk's, at the boot.
+/// At boot, mounts a machine ID in memory over the one on disk.
 pub fn prepare() -> io::Result<()> {
     if Kept::read().has("machine-id") {
         return Ok(());
@@ -84,7 +86,7 @@ pub fn prepare() -> io::Result<()> {
     Ok(())
 }
 
-/// A new machine ID.
+/// Makes a new machine ID.
 pub fn machine_id(kept: &Kept) -> io::Result<()> {
     if kept.has("machine-id") {
         return Ok(());
@@ -95,7 +97,7 @@ pub fn machine_id(kept: &Kept) -> io::Result<()> {
         file.write_all_at(id.as_bytes(), 0)?;
         own = Some(file.metadata()?);
     }
-    // User work may have taken the mount away, or put another file there.
+    // User work may have removed the mount or replaced the file.
     for path in [MACHINE_ID, DBUS_ID] {
         let Ok(found) = fs::metadata(path) else { continue };
         let is_own = own.as_ref().is_some_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino()));
@@ -106,7 +108,7 @@ pub fn machine_id(kept: &Kept) -> io::Result<()> {
     Ok(())
 }
 
-/// Identifiers of DHCP clients go, seeds become others. Absent ones stay absent.
+/// Removes the identifiers of DHCP clients and replaces the seeds that exist.
 pub fn seeds(kept: &Kept) -> io::Result<()> {
     if !kept.has("duid") {
         DUIDS.iter().try_for_each(|path| remove(Path::new(path)))?;
@@ -123,7 +125,8 @@ pub fn seeds(kept: &Kept) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what mostly is not there. Looked at first, as all else here is: removing is other code of the kernel's.
+/// Removes a file that usually does not exist. A lookup first, because it runs kernel code that is
+/// warm already.
 pub(super) fn remove(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path).and_then(|_| fs::remove_file(path)) {
         Err(error) if !is_absent(&error) => Err(error),

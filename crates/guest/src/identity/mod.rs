@@ -1,19 +1,19 @@
 //! The identity that a copy of a machine assumes before its user work resumes. In order:
 //!
 //! ```text
-//!   entropy      credited, and the kernel's generator started anew: all that follows draws from it. A VM generation ID
-//!   clock        the wall clock of the host
+//!   entropy      credited, and the kernel's generator reseeded; a new VM generation ID
+//!   clock        the host's wall clock
 //!   hostname
-//!   identity     machine ID, DHCP identifiers, seeds, SSH host keys       not for a wake: it is the same machine
-//!   connections  TCP with the outside reset, neighbours and names forgotten
-//!   secrets      those given to this copy, and none it may not have
+//!   machine_id, seeds, host_keys       not for a wake: it is the same machine
+//!   connections  TCP to the outside reset, neighbours and cached names forgotten
+//!   secrets      those given to this copy, and no others
 //!   generation   /run/keiki/generation and SIGURG, for programs that want to know
 //!   hooks        /etc/keiki/thaw.d
 //! ```
 //!
-//! The generation identifies a copy: a number greater than that of every ancestor. An identity with a smaller one
-//! was meant for another machine or is late, and is refused. If a step fails there is no acknowledgement, and the node
-//! destroys the copy.
+//! The generation identifies a copy: a number greater than that of every ancestor. An identity with
+//! a smaller one was meant for another machine or is late, and is refused. If a step fails there is
+//! no acknowledgement, and the node destroys the copy.
 
 mod connections;
 mod generation;
@@ -30,6 +30,7 @@ use keiki_protocol::{
     guest::{Identity, IdentityAck, StepTime},
     seal::Plain,
 };
+use keiki_sys::stopwatch::Stopwatch;
 use rustix::time::{ClockId, Timespec, clock_gettime, clock_settime};
 use std::{
     fs, io,
@@ -38,7 +39,6 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
 const MIN_ENTROPY: usize = 64;
@@ -52,20 +52,15 @@ const HOSTS_MARK: &str = "# keiki";
 pub enum IdentityError {
     /// Meant for another machine, or late.
     #[error("generation {wanted} is not greater than {current}")]
-    Generation {
-        /// Asked for.
-        wanted: u64,
-        /// Had.
-        current: u64,
-    },
+    Generation { wanted: u64, current: u64 },
     /// Less randomness than a copy needs.
     #[error("{0} bytes of entropy: {MIN_ENTROPY} to {MAX_ENTROPY} are needed")]
     Entropy(usize),
-    /// Not a name a machine can have.
-    #[error("not a host name")]
+    /// Not a valid host name.
+    #[error("not a valid host name")]
     Hostname,
     /// A step failed. The machine must not be released.
-    #[error("cannot set {0}")]
+    #[error("step {0} failed")]
     Step(&'static str, #[source] io::Error),
 }
 
@@ -79,36 +74,8 @@ pub struct IdentityState {
     slow_keys: host_keys::SlowKeys,
 }
 
-/// Steps done, and how long each took.
-#[derive(Debug, Default)]
-struct Steps(Vec<StepTime>);
-
-impl Steps {
-    fn note<T>(
-        &mut self,
-        name: &'static str,
-        begin: Instant,
-        result: io::Result<T>,
-    ) -> Result<T, IdentityError> {
-        let done = result.map_err(|error| IdentityError::Step(name, error))?;
-        let micros = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-        self.0.push(StepTime { step: name.to_owned(), micros });
-        Ok(done)
-    }
-
-    fn run<T>(
-        &mut self,
-        name: &'static str,
-        work: impl FnOnce() -> io::Result<T>,
-    ) -> Result<T, IdentityError> {
-        let begin = Instant::now();
-        let result = work();
-        self.note(name, begin, result)
-    }
-}
-
 impl IdentityState {
-    /// Of generation 0.
+    /// Generation 0.
     pub fn new(reaper: Arc<Reaper>) -> Self {
         Self {
             generation: AtomicU64::new(0),
@@ -123,7 +90,8 @@ impl IdentityState {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Randomness that another has, credited, before a key is drawn: a copy would draw its original's.
+    /// Credits entropy before a key is made: without it a copy would make the same key as its
+    /// original.
     pub fn refresh(bytes: &[u8]) -> Result<(), IdentityError> {
         check_entropy(bytes)?;
         entropy(bytes).map_err(|error| IdentityError::Step("entropy", error))
@@ -134,52 +102,58 @@ impl IdentityState {
         let _one = self.assuming.lock().await;
         let current = self.generation();
         check(identity, current)?;
-        let mut steps = Steps::default();
-        // Here and not on another thread: a few system calls, none of which waits for a disk.
-        steps.run("entropy", || {
-            entropy(&identity.entropy)?;
-            generation::tell_kernel()
-        })?;
+        let mut watch = Stopwatch::start();
+        // On this thread: a few system calls, none of which waits for a disk.
+        let seeded = entropy(&identity.entropy).and_then(|()| generation::renew_kernel_id());
+        step(&mut watch, "entropy", seeded)?;
         if identity.unix_nanos > 0 {
-            steps.run("clock", || clock(identity.unix_nanos, identity.uptime_ms))?;
+            step(&mut watch, "clock", clock(identity.unix_nanos, identity.uptime_ms))?;
         }
         if !identity.hostname.is_empty() {
-            steps.run("hostname", || Ok(rustix::system::sethostname(identity.hostname.as_bytes())?))?;
+            let named = rustix::system::sethostname(identity.hostname.as_bytes());
+            step(&mut watch, "hostname", named.map_err(io::Error::from))?;
         }
         let mut slow_keys = vec![];
         if identity.is_new {
-            let kept = steps.run("machine_id", || {
-                let kept = machine_id::Kept::read();
-                machine_id::machine_id(&kept)?;
-                Ok(kept)
-            })?;
-            steps.run("seeds", || machine_id::seeds(&kept))?;
-            let begin = Instant::now();
+            let kept = machine_id::Kept::read();
+            step(&mut watch, "machine_id", machine_id::machine_id(&kept))?;
+            step(&mut watch, "seeds", machine_id::seeds(&kept))?;
             let keys = host_keys::host_keys(&self.reaper, &self.slow_keys, &kept).await;
-            slow_keys = steps.note("host_keys", begin, keys)?;
+            slow_keys = step(&mut watch, "host_keys", keys)?;
         }
-        let processes = steps.run("connections", || {
-            // Of a template, as a rule: none. Then there are no connections either.
-            let processes = if cgroup::has_user_work()? { cgroup::user_processes() } else { vec![] };
-            connections::reset_foreign(&processes)?;
-            connections::forget_neighbours()?;
-            connections::forget_names(&processes);
-            Ok(processes)
-        })?;
-        steps.run("secrets", || secrets::renew(given, &identity.keep_secrets))?;
-        steps.run("generation", || {
-            generation::record(identity.generation)?;
-            generation::tell(&processes);
-            Ok(())
-        })?;
+        let processes = step(&mut watch, "connections", disconnect())?;
+        step(&mut watch, "secrets", secrets::renew(given, &identity.keep_secrets))?;
+        step(&mut watch, "generation", generation::record(identity.generation))?;
+        generation::signal(&processes);
         self.generation.store(identity.generation, Ordering::Release);
         if identity.run_hooks {
-            let begin = Instant::now();
-            steps.note("hooks", begin, hooks::run(&self.reaper, identity).await)?;
+            step(&mut watch, "hooks", hooks::run(&self.reaper, identity).await)?;
         }
+        let steps = watch.into_steps().0.into_iter().map(|(name, took)| StepTime {
+            step: name.into_owned(),
+            micros: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
+        });
+        let ack = IdentityAck { generation: identity.generation, steps: steps.collect() };
         self.slow_keys.begin(&self.reaper, slow_keys).await;
-        Ok(IdentityAck { generation: identity.generation, steps: steps.0 })
+        Ok(ack)
     }
+}
+
+/// Ends a step: names it in the error, or notes its time.
+fn step<T>(watch: &mut Stopwatch, name: &'static str, result: io::Result<T>) -> Result<T, IdentityError> {
+    let done = result.map_err(|error| IdentityError::Step(name, error))?;
+    watch.lap(name);
+    Ok(done)
+}
+
+/// Cuts user work off from the outside. Returns its processes.
+fn disconnect() -> io::Result<Vec<i32>> {
+    // A copy of a template usually has none, and then no connections either.
+    let processes = if cgroup::has_user_work()? { cgroup::user_processes() } else { vec![] };
+    connections::reset_foreign(&processes)?;
+    connections::forget_neighbours()?;
+    connections::forget_names(&processes);
+    Ok(processes)
 }
 
 fn check(identity: &Identity, current: u64) -> Result<(), IdentityError> {
@@ -206,7 +180,7 @@ fn entropy(bytes: &[u8]) -> io::Result<()> {
     sys::reseed(random.as_fd())
 }
 
-/// Sets the wall clock to what it was at some uptime and what has passed since.
+/// Sets the wall clock to the time it had at `uptime_ms`, plus the time that has passed since.
 fn clock(unix_nanos: u64, uptime_ms: u64) -> io::Result<()> {
     const SECOND: u64 = 1_000_000_000;
     let passed = match uptime_ms {
@@ -215,19 +189,20 @@ fn clock(unix_nanos: u64, uptime_ms: u64) -> io::Result<()> {
     };
     let nanos = unix_nanos.saturating_add(passed);
     let seconds = i64::try_from(nanos / SECOND).map_err(io::Error::other)?;
-    // Below a second, so it fits whatever the type.
+    // Below one second, so it fits any type.
     let time = Timespec { tv_sec: seconds, tv_nsec: (nanos % SECOND) as _ };
     Ok(clock_settime(ClockId::Realtime, time)?)
 }
 
-/// For how long this machine has run, in ms: it goes on in a copy from where it stood.
+/// Uptime in ms. A copy continues to count from its original's.
 pub fn uptime() -> u64 {
     let up = clock_gettime(ClockId::Boottime);
     u64::try_from(up.tv_sec).unwrap_or(0) * 1000 + u64::try_from(up.tv_nsec).unwrap_or(0) / 1_000_000
 }
 
-/// Adds the machine's own name to `/etc/hosts`. Programs can do without it, and the write goes to a disk that is cold
-/// after a thaw, so it happens after the release. User work may have made the file read-only.
+/// Adds the machine's own name to `/etc/hosts`. Programs can do without it, and the write goes to a
+/// disk that is cold after a thaw, so it happens after the release. User work may have made the
+/// file read-only.
 pub fn announce(name: &str) {
     let text = match fs::read(HOSTS) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => b"127.0.0.1\tlocalhost\n".to_vec(),
@@ -239,7 +214,7 @@ pub fn announce(name: &str) {
     }
 }
 
-/// The hosts file with one line of ours for `name`, all other lines as they were. None: nothing to change.
+/// The hosts file with our line for `name` and all other lines unchanged. None if nothing changes.
 fn with_host(text: &[u8], name: &str) -> Option<Vec<u8>> {
     const LIMIT: usize = 1 << 20;
     let line = format!("127.0.1.1\t{name}\t{HOSTS_MARK}\n");

@@ -1,5 +1,5 @@
-//! A program that the agent runs for itself while user work stands still: in a group of its own, with a limit of time, and
-//! with the end of what it says kept.
+//! Runs a program for the agent while user work is frozen: in its own control group, with a time
+//! limit, and with the end of its output kept.
 
 use crate::{
     cgroup::Group,
@@ -27,19 +27,20 @@ use std::{
 use tokio::{io::Interest, sync::Notify, task::spawn_blocking, time::timeout};
 
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// Of what it says, this much of the end is kept.
-const SAID: usize = 1024;
+/// Bytes kept from the end of its output.
+const OUTPUT_TAIL: usize = 1024;
 
-/// How a program ended.
+/// How a program exited.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ended {
-    /// As a shell reports it.
+pub struct Exited {
+    /// The exit code, as a shell reports it.
     pub code: i32,
     /// The end of its output.
-    pub said: String,
+    pub output: String,
 }
 
-/// Runs it as root until it ends. Beyond `limit`, or when told to stop, it is killed with all it started.
+/// Runs a program as root until it exits. After `limit`, or on `stop`, it is killed with all its
+/// children.
 pub async fn run(
     reaper: &Arc<Reaper>,
     program: &Path,
@@ -47,12 +48,12 @@ pub async fn run(
     env: &[(&str, String)],
     limit: Duration,
     stop: &Notify,
-) -> io::Result<Ended> {
+) -> io::Result<Exited> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let group = Group::of_agent(&format!("program-{}", COUNT.fetch_add(1, Ordering::Relaxed)))?;
     let (output, plan) = plan(program, arguments, env)?;
     let start = reaper.start();
-    // On a thread of its own: its file may be on a slow disk.
+    // On another thread: its file may be on a slow disk.
     let (spawned, group) = spawn_blocking(move || (sys::spawn(&plan, group.directory()), group)).await?;
     let done = match spawned {
         Ok(pid) => tokio::select! {
@@ -62,11 +63,11 @@ pub async fn run(
         Err(SpawnError::Child { error, .. }) => Err(error),
         Err(SpawnError::Clone(error)) => Err(error),
     };
-    // What it left running in the background would run in a machine that is not released.
+    // Its background processes would run in a machine that is not released.
     let _ = group.kill();
-    let mut turns = 0;
-    while !group.remove() && turns < 100 {
-        turns += 1;
+    let mut tries = 0;
+    while !group.remove() && tries < 100 {
+        tries += 1;
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     done
@@ -74,9 +75,9 @@ pub async fn run(
 
 fn plan(program: &Path, arguments: Vec<String>, env: &[(&str, String)]) -> io::Result<(OwnedFd, Plan)> {
     let nothing = || rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-    let (output, said) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-    // The program's own end blocks, as programs expect.
-    rustix::fs::fcntl_setfl(&said, OFlags::empty())?;
+    let (output, sink) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+    // The program's end of the pipe blocks, as programs expect.
+    rustix::fs::fcntl_setfl(&sink, OFlags::empty())?;
     let path = CString::new(program.as_os_str().as_bytes())?;
     let mut words = vec![path.clone()];
     for argument in arguments {
@@ -86,7 +87,7 @@ fn plan(program: &Path, arguments: Vec<String>, env: &[(&str, String)]) -> io::R
     for (name, value) in env {
         settings.push(CString::new(format!("{name}={value}"))?);
     }
-    let stdio = [sys::duplicate(nothing()?)?, sys::duplicate(&said)?, sys::duplicate(&said)?];
+    let stdio = [sys::duplicate(nothing()?)?, sys::duplicate(&sink)?, sys::duplicate(&sink)?];
     let plan = Plan {
         paths: vec![path],
         argv: words,
@@ -107,9 +108,9 @@ async fn watch(
     output: OwnedFd,
     limit: Duration,
     program: &Path,
-) -> io::Result<Ended> {
+) -> io::Result<Exited> {
     let output = sys::watch(output, Interest::READABLE)?;
-    let mut said = Vec::new();
+    let mut tail = Vec::new();
     let listen = async {
         let mut buffer = [0; 4096];
         loop {
@@ -118,9 +119,9 @@ async fn watch(
             if got == 0 {
                 return io::Result::Ok(());
             }
-            said.extend_from_slice(&buffer[..got]);
-            let excess = said.len().saturating_sub(SAID);
-            said.drain(..excess);
+            tail.extend_from_slice(&buffer[..got]);
+            let excess = tail.len().saturating_sub(OUTPUT_TAIL);
+            tail.drain(..excess);
         }
     };
     let both = async {
@@ -129,7 +130,8 @@ async fn watch(
         let status = tokio::select! {
             _ = &mut listen => ended.await,
             status = &mut ended => {
-                // Its last words are in the pipe already; a child of its own may hold the pipe for longer.
+                // Its output is in the pipe already; a child of it may hold the pipe open for
+                // longer.
                 let _ = timeout(Duration::from_millis(5), &mut listen).await;
                 status
             }
@@ -137,10 +139,10 @@ async fn watch(
         status.map_err(io::Error::other)
     };
     let status = timeout(limit, both).await.map_err(|_| {
-        let text = format!("{} did not end within {:.0} s", program.display(), limit.as_secs_f64());
+        let text = format!("{} did not exit within {:.0} s", program.display(), limit.as_secs_f64());
         io::Error::new(io::ErrorKind::TimedOut, text)
     })??;
     let status = std::process::ExitStatus::from_raw(status.as_raw());
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(-1);
-    Ok(Ended { code, said: String::from_utf8_lossy(&said).trim().to_owned() })
+    Ok(Exited { code, output: String::from_utf8_lossy(&tail).trim().to_owned() })
 }

@@ -1,9 +1,10 @@
-//! `/run/keiki/secrets`: files in memory that a caller gave to one sandbox, each for one user to read.
+//! `/run/keiki/secrets`: files in memory that a caller gave to one sandbox, each readable by one
+//! user.
 //!
-//! A secret that must not be in a stored copy leaves the machine around the freeze: its bytes are overwritten where they
-//! lie, and written again afterwards, into the same file, so that whoever has it open or mapped does not notice. The agent
-//! has them in the clear only in buffers that are zeroes afterwards ([`Plain`]). What a program has copied elsewhere is
-//! that program's.
+//! A secret that must not be in a stored copy leaves the machine around the freeze: its bytes are
+//! overwritten in place and written back afterwards, into the same file, so a program that has it
+//! open or mapped does not notice. The agent holds secrets in the clear only in buffers that it
+//! zeroes ([`Plain`]). Copies that a program made elsewhere are out of its reach.
 
 use crate::users;
 use keiki_protocol::{
@@ -20,7 +21,7 @@ use zeroize::Zeroizing;
 
 const DIRECTORY: &str = "/run/keiki/secrets";
 
-/// Gives the machine these secrets; of those it has, only `keep` stay.
+/// Gives the machine these secrets; of its present ones only `keep` stay.
 pub fn renew(give: &[Plain], keep: &[String]) -> io::Result<()> {
     renew_in(Path::new(DIRECTORY), give, keep)
 }
@@ -40,7 +41,7 @@ fn renew_in(directory: &Path, give: &[Plain], keep: &[String]) -> io::Result<()>
     Ok(())
 }
 
-/// Reads these secrets. Those that the machine does not have are passed over.
+/// Reads these secrets. Skips those that the machine does not have.
 pub fn read(wanted: &[String]) -> io::Result<Vec<Plain>> {
     read_in(Path::new(DIRECTORY), wanted)
 }
@@ -49,7 +50,7 @@ fn read_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Plain>> {
     let mut all = vec![];
     for name in names(directory)?.into_iter().filter(|name| wanted.contains(name)) {
         let file = File::open(directory.join(&name))?;
-        // Of its size at once: what grows leaves a copy behind.
+        // Allocated at its full size: a buffer that grows leaves a copy behind.
         let mut value = Zeroizing::new(vec![0; size(&file)?]);
         file.read_exact_at(&mut value, 0)?;
         all.push(Plain { name, owner: String::new(), value });
@@ -57,7 +58,7 @@ fn read_in(directory: &Path, wanted: &[String]) -> io::Result<Vec<Plain>> {
     Ok(all)
 }
 
-/// Overwrites these secrets where they lie.
+/// Overwrites these secrets in place.
 pub fn wipe(wanted: &[String]) -> io::Result<()> {
     wipe_in(Path::new(DIRECTORY), wanted)
 }
@@ -67,7 +68,7 @@ fn wipe_in(directory: &Path, wanted: &[String]) -> io::Result<()> {
     wiped.try_for_each(|name| wipe_file(&open(&directory.join(name))?))
 }
 
-/// Writes secrets that were wiped back into their files.
+/// Writes wiped secrets back into their files.
 pub fn put_back(secrets: &[Plain]) -> io::Result<()> {
     put_back_in(Path::new(DIRECTORY), secrets)
 }
@@ -78,7 +79,7 @@ fn put_back_in(directory: &Path, secrets: &[Plain]) -> io::Result<()> {
         .try_for_each(|secret| open(&path(directory, &secret.name)?)?.write_all_at(&secret.value, 0))
 }
 
-/// What is no file of a plain name is user work's.
+/// Names of the secrets. Anything but a regular file with a UTF-8 name is user work's.
 fn names(directory: &Path) -> io::Result<Vec<String>> {
     let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -103,7 +104,7 @@ fn size(file: &File) -> io::Result<usize> {
     Ok(usize::try_from(file.metadata()?.len()).map_or(MAX_BYTES, |size| size.min(MAX_BYTES)))
 }
 
-/// Zeroes where the bytes lie.
+/// Overwrites the bytes with zeroes.
 fn wipe_file(file: &File) -> io::Result<()> {
     file.write_all_at(&vec![0; size(file)?], 0)
 }
@@ -111,7 +112,7 @@ fn wipe_file(file: &File) -> io::Result<()> {
 fn put(directory: &Path, secret: &Plain) -> io::Result<()> {
     let path = path(directory, &secret.name)?;
     if secret.value.len() > MAX_BYTES {
-        return Err(io::Error::other(format!("secret {} has more than {MAX_BYTES} bytes", secret.name)));
+        return Err(io::Error::other(format!("secret {} is larger than {MAX_BYTES} bytes", secret.name)));
     }
     match fs::DirBuilder::new().mode(0o711).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -128,7 +129,10 @@ fn put(directory: &Path, secret: &Plain) -> io::Result<()> {
 
 fn path(directory: &Path, name: &str) -> io::Result<PathBuf> {
     if !is_name(name) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name for a secret")));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("not a valid name for a secret: {name:?}"),
+        ));
     }
     Ok(directory.join(name))
 }

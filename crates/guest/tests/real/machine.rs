@@ -31,8 +31,8 @@ fn setting(name: &str) -> String {
     env::var(name).unwrap_or_else(|_| panic!("set {name} (see tests/real_guest.rs)"))
 }
 
-/// On a busy host the emulated timer is too irregular for the kernel to measure its clocks by: it fails to,
-/// and then waits for ever. So it is told.
+/// On a busy host the emulated timer is too irregular for the kernel to measure its clocks by: it
+/// fails to, and then waits for ever. So it is told.
 fn clock() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap();
     let line = text.lines().find(|line| line.starts_with("cpu MHz")).unwrap();

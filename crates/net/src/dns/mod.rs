@@ -1,16 +1,18 @@
 //! The name server at a guest's gateway: a forwarder to the host's resolvers.
 //!
-//! Its sockets are opened inside the slot's namespace and served by the node; queries leave from the host's namespace.
-//! So a guest can use a resolver whose address it must not reach, and needs no access to the host.
+//! Its sockets are opened inside the slot's namespace and served by the node; queries leave from
+//! the host's namespace. So a guest can use a resolver whose address it must not reach, and needs
+//! no access to the host.
 //!
-//! Guests are not trusted. Limits per slot: [`MAX_IN_FLIGHT`] queries at once, [`RATE`] per second with bursts of
-//! [`BURST`], [`MAX_STREAMS`] TCP connections, [`MAX_QUERY`] bytes per query. The forwarder parses a query and writes a
-//! new one (one question, no options) with a random id and from a random port, and only passes back an answer to
-//! that question. It forwards standard queries only: no `ANY` and no zone transfers. Tunnels through DNS are not
-//! prevented, only slowed to what the rate allows: about 20 KiB per second.
+//! Guests are not trusted. Limits per slot: [`MAX_IN_FLIGHT`] queries at once, [`RATE`] per second
+//! with bursts of [`BURST`], [`MAX_STREAMS`] TCP connections, [`MAX_QUERY`] bytes per query. The
+//! forwarder parses a query and writes a new one (one question, no options) with a random id and
+//! from a random port, and only passes back an answer to that question. It forwards standard
+//! queries only: no `ANY` and no zone transfers. Tunnels through DNS are not prevented, only slowed
+//! to what the rate allows: about 20 KiB per second.
 //!
-//! Answers are not filtered: a name that points into a blocked network resolves, and the slot's rules drop the
-//! packets. Nothing is cached here; the resolvers do that.
+//! Answers are not filtered: a name that points into a blocked network resolves, and the slot's
+//! rules drop the packets. Nothing is cached here; the resolvers do that.
 
 mod query;
 mod upstream;
@@ -50,7 +52,8 @@ const MAX_QUERY: usize = 1024;
 /// How long a TCP connection may be silent.
 const STREAM_IDLE: Duration = Duration::from_secs(10);
 
-/// The running name server of one slot. Dropping it closes its sockets soon; [`Server::stop`] waits for that.
+/// The running name server of one slot. Dropping it closes its sockets soon; [`Server::stop`] waits
+/// for that.
 #[derive(Debug)]
 pub(crate) struct Server {
     task: JoinHandle<()>,

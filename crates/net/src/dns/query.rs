@@ -62,7 +62,8 @@ impl Query {
         message.to_vec().ok()
     }
 
-    /// If this is the answer to [`Query::upstream`], returns the bytes for the guest and whether they are truncated.
+    /// If this is the answer to [`Query::upstream`], returns the bytes for the guest and whether
+    /// they are truncated.
     pub(super) fn accept(&self, id: u16, mut answer: Vec<u8>) -> Option<(Vec<u8>, bool)> {
         let message = Message::from_vec(&answer).ok()?;
         let fits = message.metadata.id == id

@@ -8,8 +8,8 @@ use hickory_proto::{
 };
 use std::net::{Ipv4Addr, SocketAddr};
 
-/// A resolver: `short.` answers, `long.` does not fit UDP, `medium.` fits ours but not a plain client's,
-/// `dead.` says nothing, `forged.` sends another question's answer first.
+/// A resolver: `short.` answers, `long.` does not fit UDP, `medium.` fits ours but not a plain
+/// client's, `dead.` says nothing, `forged.` sends another question's answer first.
 async fn resolver() -> Result<SocketAddr> {
     let udp = UdpSocket::bind("127.0.0.1:0").await?;
     let address = udp.local_addr()?;

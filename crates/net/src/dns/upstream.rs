@@ -111,7 +111,8 @@ async fn over_tcp(resolver: SocketAddr, query: &Query) -> io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-/// The name servers of a resolv.conf. Scoped IPv6 addresses are left out: they mean nothing without a link.
+/// The name servers of a resolv.conf. Scoped IPv6 addresses are left out: they mean nothing without
+/// a link.
 fn parse(text: &str) -> Vec<SocketAddr> {
     let servers = text.lines().filter_map(|line| {
         let mut words = line.split_whitespace();

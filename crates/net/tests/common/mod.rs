@@ -37,7 +37,8 @@ pub const NEVER: Duration = Duration::from_millis(300);
 
 const OUTSIDE: &str = "kt-outside";
 
-/// The outside world, and everything else that a test makes; removed when dropped. One at a time on a host.
+/// The outside world, and everything else that a test makes; removed when dropped. One at a time on
+/// a host.
 pub struct World {
     pub tag: NodeTag,
     pub state: tempfile::TempDir,
@@ -202,7 +203,8 @@ impl Guest {
     pub fn boot(slot: &Slot) -> Result<Self> {
         let tap = netns::inside(&slot.netns_path(), || tap::open(TAP))?;
         fcntl_setfl(&tap, OFlags::NONBLOCK)?;
-        // The kernel starts a link's queue some time after its carrier; until then what is sent to it is lost.
+        // The kernel starts a link's queue some time after its carrier; until then what is sent to
+        // it is lost.
         let name = slot.netns_path();
         let name = name.file_name().and_then(|name| name.to_str()).context("no name")?;
         while !run(&format!("ip -n {name} -br link"))?
