@@ -1,12 +1,14 @@
 //! File trees as tar streams.
 //!
-//! [`pack`] writes a file or directory: modes, owners, times, symlinks, hard links, long names, holes. [`unpack`] takes
-//! such a stream from whoever sent it. It trusts nothing in it:
+//! [`pack`] writes a file or directory with modes, owners, times, symlinks, hard links, long names
+//! and holes. [`unpack`] reads such a stream from any sender and trusts nothing in it:
 //!
-//! - Every name must stay below the destination: no `..`, no root, and no step through a symlink, whoever made that.
-//! - Devices, pipes and whatever else is neither file, directory nor link are refused.
-//! - It takes no more bytes than are free, and no more entries than [`MAX_ENTRIES`].
-//! - All is unpacked beside its place first and moved there when the end has come: a refusal leaves nothing.
+//! - Every name must stay below the destination: no `..`, no absolute path, and no step through a
+//!   symlink.
+//! - Devices, pipes and everything else that is not a file, directory or link is refused.
+//! - It accepts no more bytes than are free, and no more entries than [`MAX_ENTRIES`].
+//! - It unpacks next to the destination first and moves everything into place at the end: a refusal
+//!   leaves nothing.
 
 mod pack;
 mod pieces;
@@ -24,39 +26,35 @@ pub const MAX_ENTRIES: u64 = 1_000_000;
 /// What was packed or unpacked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Regular files, hard links to one counted too.
+    /// Regular files, including hard links.
     pub files: u64,
-    /// Directories.
     pub dirs: u64,
-    /// Symbolic links.
     pub symlinks: u64,
-    /// Contents of the files.
+    /// Size of the files' contents.
     pub bytes: u64,
     /// Devices, sockets and pipes that were left out.
     pub skipped: u64,
 }
 
-/// Why it was given up. Nothing of it is left.
+/// Why packing or unpacking failed. Nothing of it is left.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What the archive holds is not taken.
+    /// The archive contains something that is not allowed.
     #[error("the archive is refused: {0}")]
     Refused(String),
-    /// It is no archive, or not whole.
-    #[error("the archive is damaged or not whole: {0}")]
+    /// It is not an archive, or is incomplete.
+    #[error("the archive is damaged or incomplete: {0}")]
     Damaged(String),
     /// It does not fit.
-    #[error("the archive holds more than the {free_mib} MiB that are free")]
+    #[error("the archive needs more than the {free_mib} MiB that are free")]
     NoRoom {
-        /// What was free when it began.
+        /// Free space at the start.
         free_mib: u64,
     },
     /// The system refused.
     #[error("{path}")]
     System {
-        /// What it was about.
         path: String,
-        /// Why.
         #[source]
         source: io::Error,
     },
@@ -76,7 +74,7 @@ impl<T, E: Into<io::Error>> About<T> for std::result::Result<T, E> {
     }
 }
 
-/// The last part of a path, as the top of its archive is named.
+/// The last part of a path: the name of the top entry of its archive.
 #[must_use]
 pub fn base_name(path: &Path) -> OsString {
     path.file_name().map_or_else(|| ".".into(), Into::into)

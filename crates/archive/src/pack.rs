@@ -1,4 +1,4 @@
-//! A tree becomes a stream.
+//! Packs a tree into a stream.
 
 use crate::{About, Counts, Error, MAX_ENTRIES, Result};
 use std::{
@@ -11,8 +11,9 @@ use std::{
 };
 use tar::{Builder, EntryType, Header, HeaderMode};
 
-/// Packs what is at `source` under the name `top`. A symlink is packed as one. Of other file systems below it only the
-/// directory they are mounted on is packed: `/` is the disk, without `/proc`. What is removed meanwhile is left out.
+/// Packs the file or directory at `source` under the name `top`. Symlinks are not followed. Of
+/// other file systems below it, only the mount points are packed: `/` is the disk without `/proc`.
+/// Files that are removed meanwhile are left out.
 ///
 /// # Errors
 /// If something cannot be read, or `out` cannot be written.
@@ -22,7 +23,7 @@ pub fn pack(source: &Path, top: &OsStr, out: impl Write) -> Result<Counts> {
     builder.follow_symlinks(false);
     let mut packer = Packer { builder, links: HashMap::new(), counts: Counts::default(), entries: 0 };
     let mut own = None;
-    // Directories wait in a list, not on the stack: a tree may be deep.
+    // Directories are in a list, not on the stack: a tree may be deep.
     let mut waiting = vec![(source.to_owned(), PathBuf::from(top))];
     while let Some((at, name)) = waiting.pop() {
         let meta = match fs::symlink_metadata(&at) {
@@ -34,7 +35,7 @@ pub fn pack(source: &Path, top: &OsStr, out: impl Write) -> Result<Counts> {
         packer.entry(&at, &name, &meta)?;
         if meta.is_dir() && *own.get_or_insert(meta.dev()) == meta.dev() {
             let listed = fs::read_dir(&at).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-            let mut inside = there(listed).about(&at)?.unwrap_or_default();
+            let mut inside = if_found(listed).about(&at)?.unwrap_or_default();
             inside.sort_by_key(|entry: &fs::DirEntry| std::cmp::Reverse(entry.file_name()));
             waiting.extend(inside.into_iter().map(|entry| (entry.path(), name.join(entry.file_name()))));
         }
@@ -45,7 +46,7 @@ pub fn pack(source: &Path, top: &OsStr, out: impl Write) -> Result<Counts> {
 
 struct Packer<W: Write> {
     builder: Builder<W>,
-    /// Where the first name of a file with several went.
+    /// The first name of each file that has several.
     links: HashMap<(u64, u64), PathBuf>,
     counts: Counts,
     entries: u64,
@@ -62,10 +63,10 @@ impl<W: Write> Packer<W> {
         header.set_metadata_in_mode(meta, HeaderMode::Complete);
         if kind.is_dir() {
             self.counts.dirs += 1;
-            // With a slash at its end, as tar itself has it.
+            // With a trailing slash, as tar writes it.
             self.builder.append_data(&mut header, name.join(""), io::empty()).about(at)
         } else if kind.is_symlink() {
-            let Some(target) = there(fs::read_link(at)).about(at)? else { return Ok(()) };
+            let Some(target) = if_found(fs::read_link(at)).about(at)? else { return Ok(()) };
             self.counts.symlinks += 1;
             header.set_size(0);
             self.builder.append_link(&mut header, name, target).about(at)
@@ -89,10 +90,10 @@ impl<W: Write> Packer<W> {
             let first = first.clone();
             return self.builder.append_link(&mut header, name, first).about(at);
         }
-        // It may have been replaced by a pipe since: opening that would wait for a writer.
+        // It may have been replaced by a pipe, and opening that would wait for a writer.
         let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOFOLLOW;
         let open = fs::OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(at);
-        let Some(mut file) = there(open).about(at)? else { return Ok(()) };
+        let Some(mut file) = if_found(open).about(at)? else { return Ok(()) };
         let meta = file.metadata().about(at)?;
         if !meta.is_file() {
             return Err(io::Error::other("it was replaced while it was read")).about(at);
@@ -103,7 +104,7 @@ impl<W: Write> Packer<W> {
         self.counts.files += 1;
         self.counts.bytes += meta.len();
         if meta.blocks() * 512 < meta.len() {
-            // Only what is no hole is stored.
+            // Holes are not stored.
             return self.builder.append_file(name, &mut file).about(at);
         }
         header.set_metadata_in_mode(&meta, HeaderMode::Complete);
@@ -111,8 +112,8 @@ impl<W: Write> Packer<W> {
     }
 }
 
-/// None of what was removed since it was listed.
-fn there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+/// None if the file was removed since it was listed.
+fn if_found<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -120,7 +121,8 @@ fn there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-/// As many bytes as the header says: a file that grows meanwhile is cut there, one that shrinks is an error.
+/// Reads as many bytes as the header says: a file that grows is cut there, a file that shrinks is
+/// an error.
 struct Exactly {
     file: File,
     left: u64,

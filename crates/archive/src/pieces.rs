@@ -1,4 +1,4 @@
-//! Readers and writers over whatever carries pieces of bytes: a channel between a thread and a connection.
+//! A reader and a writer over a channel of byte chunks between a thread and a connection.
 
 use bytes::Bytes;
 use std::io::{self, Read, Write};
@@ -6,15 +6,15 @@ use std::io::{self, Read, Write};
 /// Bytes sent at once.
 const PIECE: usize = 64 << 10;
 
-/// Collects small writes and sends them in pieces. Flush it at the end.
+/// Collects small writes and sends them in larger pieces. Flush it at the end.
 pub struct Sender<F> {
-    /// Takes a piece. False: nobody takes more.
+    /// Sends a piece. False if the receiver is gone.
     send: F,
     buffer: Vec<u8>,
 }
 
 impl<F: FnMut(Bytes) -> bool> Sender<F> {
-    /// Sends with this.
+    /// A sender over this function.
     pub fn new(send: F) -> Self {
         Self { send, buffer: Vec::with_capacity(PIECE) }
     }
@@ -39,16 +39,16 @@ impl<F: FnMut(Bytes) -> bool> Write for Sender<F> {
     }
 }
 
-/// Reads pieces as one stream. One that stops before its end was announced was cut off, which is an error.
+/// Reads pieces as one stream. It is an error if the stream ends without a last piece.
 pub struct Receiver<F> {
-    /// The next piece, and whether it is the last; None if no more will come.
+    /// The next piece and whether it is the last. None if no more will come.
     receive: F,
     piece: Bytes,
     ended: bool,
 }
 
 impl<F: FnMut() -> Option<(Bytes, bool)>> Receiver<F> {
-    /// Reads with this.
+    /// A receiver over this function.
     pub fn new(receive: F) -> Self {
         Self { receive, piece: Bytes::new(), ended: false }
     }

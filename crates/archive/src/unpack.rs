@@ -1,4 +1,4 @@
-//! A stream becomes a tree, below one directory and nowhere else.
+//! Unpacks a stream into one directory and nowhere else.
 
 use crate::{About, Counts, Error, MAX_ENTRIES, Result};
 use rustix::{
@@ -22,41 +22,41 @@ use tar::{Archive, Entry, EntryType};
 
 /// Longest name of an entry, as in Linux.
 const MAX_NAME: usize = 4096;
-/// Headers of one entry, long names included.
+/// Most bytes of headers of one entry, with long names.
 const MAX_HEADERS: u64 = 1 << 20;
-/// All names that are held in memory at some time.
+/// Most bytes of names held in memory.
 const MAX_NAMES: usize = 64 << 20;
-/// Left free for others, whatever the archive holds.
+/// Space left free for others.
 const SPARE_BYTES: u64 = 8 << 20;
 const PIECE: usize = 64 << 10;
-/// Runs of zeros of this size become holes.
+/// Runs of zeroes of this size become holes.
 const HOLE: usize = 4096;
-/// Steps inside the destination.
+/// Path resolution stays inside the destination.
 const BENEATH: ResolveFlags =
     ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::NO_MAGICLINKS);
 
-/// What is taken over of an archive.
+/// What to keep of an archive.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Owners by their numbers; else everything belongs to whoever unpacks.
+    /// Keep numeric owners; otherwise everything belongs to the caller's user.
     pub owners: bool,
-    /// Set-id and sticky bits.
+    /// Keep set-id and sticky bits.
     pub special_bits: bool,
-    /// Leave the first part of every name away: the top directory becomes the destination itself.
+    /// Remove the first part of every name: the top directory becomes the destination.
     pub strip_top: bool,
 }
 
-/// Unpacks a stream into the directory `into`, which must be there. Files of the same name are replaced, directories
-/// are joined.
+/// Unpacks a stream into the existing directory `into`. Replaces files of the same name and merges
+/// directories.
 ///
 /// # Errors
-/// If the archive is refused, does not fit, or the system refuses; then `into` is as it was before, unless the last
-/// step, moving what is complete to its place, is what failed.
+/// If the archive is refused, does not fit, or a system call fails. Then `into` is unchanged,
+/// unless the last step failed: moving complete files into place.
 pub fn unpack(input: impl Read, into: &Path, options: Options) -> Result<Counts> {
     unpack_named(input, into, options, MAX_NAMES)
 }
 
-/// With so many bytes of names.
+/// [`unpack`] with a limit for the bytes of names.
 pub(crate) fn unpack_named(
     input: impl Read,
     into: &Path,
@@ -97,15 +97,15 @@ pub(crate) fn unpack_named(
     walk(&stage.dir, &target, into, |from, to, name, place| {
         rustix::fs::renameat(from, name, to, name).about(place)
     })?;
-    unpacker.settle(&target)?;
+    unpacker.finish_dirs(&target)?;
     Ok(unpacker.counts)
 }
 
-/// What the tar reader does not look at itself. It takes a stream that ends early between two entries for a whole
-/// one, but an archive ends with a block of zeros. And it keeps long names in memory, however long they are.
+/// Checks what the tar reader does not. The reader accepts a stream that ends between two entries,
+/// but an archive ends with a block of zeroes. And it keeps names of any length in memory.
 struct Watched<'a, R> {
     input: R,
-    /// What may still be read before the next entry begins.
+    /// Bytes that may be read before the next entry begins.
     budget: &'a Cell<u64>,
 }
 
@@ -132,7 +132,7 @@ fn refused<T>(name: &Path, why: &str) -> Result<T> {
     Err(Error::Refused(format!("{shown:?} {why}")))
 }
 
-/// A directory beside the place where everything goes, removed with all that is still in it.
+/// A temporary directory in the destination, removed with its contents when dropped.
 struct Stage<'a> {
     target: &'a OwnedFd,
     name: OsString,
@@ -144,7 +144,7 @@ impl<'a> Stage<'a> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = OsString::from(format!(".keiki-unpack-{}-{number}", std::process::id()));
-        // Left by a process of this number that was killed, if it exists: nobody else uses such a name.
+        // If it exists, a killed process with this pid left it: no other program uses such a name.
         let _ = remove_all(target.as_fd(), &name);
         rustix::fs::mkdirat(target, &name, Mode::RWXU).about(into)?;
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
@@ -165,11 +165,12 @@ struct Unpacker<'a> {
     options: Options,
     free: u64,
     left: u64,
-    /// Holes cost no room but time, and whoever reads them gets them as zeros: no more than the file system is large.
+    /// Holes take no space but time, and read as zeroes: no more of them than the size of the file
+    /// system.
     holes_left: u64,
     names_left: usize,
     counts: Counts,
-    /// Directories get their mode and time when nothing more goes into them.
+    /// Directories get their mode and time when they are complete.
     later: Vec<(PathBuf, Attributes)>,
 }
 
@@ -184,7 +185,7 @@ struct Attributes {
 impl Unpacker<'_> {
     fn entry(&mut self, mut entry: Entry<'_, impl Read>) -> Result<()> {
         let raw = entry.path_bytes().into_owned();
-        // Old archives tell a directory by the end of its name only.
+        // In old archives only the end of the name marks a directory.
         let kind = match entry.header().entry_type() {
             EntryType::Regular if raw.ends_with(b"/") => EntryType::Directory,
             kind => kind,
@@ -197,14 +198,15 @@ impl Unpacker<'_> {
         };
         let attributes = self.attributes(&entry)?;
         let (parent, last) = self.parent(&name)?;
-        // A directory is remembered by its whole name, the rest when the directory around it is listed.
+        // Of a directory the whole name is kept; of others the last part, when their directory is
+        // listed.
         self.remember(if kind == EntryType::Directory { name.as_os_str() } else { last })?;
         match kind {
             EntryType::Directory => {
                 match rustix::fs::mkdirat(&parent, last, Mode::RWXU) {
                     Ok(()) => {}
                     Err(Errno::EXIST) if is_dir(&parent, last) => {}
-                    Err(Errno::EXIST) => return refused(&name, "is there twice, and once no directory"),
+                    Err(Errno::EXIST) => return refused(&name, "appears twice, and once not as a directory"),
                     Err(error) => return Err(error).about(&self.at(&name)),
                 }
                 self.counts.dirs += 1;
@@ -230,7 +232,10 @@ impl Unpacker<'_> {
                 let (first_parent, first_last) = self.parent(&first)?;
                 let found = rustix::fs::statat(&first_parent, first_last, AtFlags::SYMLINK_NOFOLLOW);
                 if !found.is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_file()) {
-                    return refused(&name, "is a hard link to what is no file of the archive before it");
+                    return refused(
+                        &name,
+                        "is a hard link to something that is not an earlier file of the archive",
+                    );
                 }
                 clear(&parent, last).about(&self.at(&name))?;
                 rustix::fs::linkat(&first_parent, first_last, &parent, last, AtFlags::empty())
@@ -239,19 +244,19 @@ impl Unpacker<'_> {
             }
             EntryType::Char | EntryType::Block => return refused(&name, "is a device"),
             EntryType::Fifo => return refused(&name, "is a pipe"),
-            _ => return refused(&name, "is of a kind that is not known"),
+            _ => return refused(&name, "has an unknown type"),
         }
         Ok(())
     }
 
-    /// The name of an entry below the destination; none for the top itself.
+    /// The name of an entry below the destination. None for the top itself.
     fn inner_name(&self, raw: &[u8]) -> Result<Option<PathBuf>> {
         let path = Path::new(OsStr::from_bytes(raw));
         if raw.len() > MAX_NAME {
-            return refused(path, "has too long a name");
+            return refused(path, "has a name that is too long");
         }
         if raw.contains(&0) {
-            return refused(path, "has a zero byte in its name");
+            return refused(path, "has a name with a zero byte");
         }
         let mut name = PathBuf::new();
         for part in path.components() {
@@ -268,10 +273,10 @@ impl Unpacker<'_> {
         Ok((name != Path::new("")).then_some(name))
     }
 
-    /// The destination itself: it keeps its own attributes, unless it stands for the top of the archive.
+    /// The destination itself. It keeps its attributes, unless it is the top of the archive.
     fn top(&mut self, entry: &Entry<'_, impl Read>, kind: EntryType, raw: &[u8]) -> Result<()> {
         if kind != EntryType::Directory {
-            return refused(Path::new(OsStr::from_bytes(raw)), "is where a directory must be");
+            return refused(Path::new(OsStr::from_bytes(raw)), "must be a directory");
         }
         if self.options.strip_top {
             let attributes = self.attributes(entry)?;
@@ -296,7 +301,7 @@ impl Unpacker<'_> {
             mode: header.mode().map_err(|error| damaged(&error))? & mask,
             uid,
             gid,
-            // One that is left out is no reason to lose the file.
+            // A missing time is no reason to lose the file.
             mtime: header.mtime().ok().and_then(|seconds| i64::try_from(seconds).ok()).unwrap_or(0),
         })
     }
@@ -305,7 +310,7 @@ impl Unpacker<'_> {
         self.into.join(name)
     }
 
-    /// The directory that an entry goes into; made where the archive left it out.
+    /// The parent directory of an entry, created if the archive has none.
     fn parent<'n>(&mut self, name: &'n Path) -> Result<(OwnedFd, &'n OsStr)> {
         let (above, last) = split(name);
         match open_beneath(self.stage, above) {
@@ -331,11 +336,11 @@ impl Unpacker<'_> {
         }
     }
 
-    /// Counts a name that is held in memory at some time.
+    /// Counts the bytes of a name that is held in memory.
     fn remember(&mut self, name: &OsStr) -> Result<()> {
         match self.names_left.checked_sub(name.len()) {
             Some(left) => self.names_left = left,
-            None => return refused(Path::new(name), "is one of too many with long names"),
+            None => return refused(Path::new(name), "has a name that exceeds the limit for all names"),
         }
         Ok(())
     }
@@ -343,7 +348,7 @@ impl Unpacker<'_> {
     fn no_parent<T>(&self, name: &Path, error: Errno) -> Result<T> {
         match error {
             Errno::LOOP => refused(name, "goes through a symbolic link"),
-            Errno::NOTDIR => refused(name, "goes through what is no directory"),
+            Errno::NOTDIR => refused(name, "goes through something that is not a directory"),
             Errno::XDEV => refused(name, "leads out of the archive"),
             error => Err(error).about(&self.at(name)),
         }
@@ -372,7 +377,7 @@ impl Unpacker<'_> {
                 size += block.len() as u64;
                 if block.iter().all(|&byte| byte == 0) {
                     let Some(left) = self.holes_left.checked_sub(block.len() as u64) else {
-                        return refused(name, "has more holes than the file system has room");
+                        return refused(name, "has larger holes than the file system");
                     };
                     self.holes_left = left;
                     file.seek(SeekFrom::Current(block.len() as i64)).about(&at)?;
@@ -405,8 +410,9 @@ impl Unpacker<'_> {
         rustix::fs::chownat(parent, last, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
     }
 
-    /// Gives directories their attributes, the innermost first: they must be writable until all is in its place.
-    fn settle(&mut self, target: &OwnedFd) -> Result<()> {
+    /// Sets the attributes of directories, innermost first: they must be writable until everything
+    /// is in place.
+    fn finish_dirs(&mut self, target: &OwnedFd) -> Result<()> {
         for (name, attributes) in std::mem::take(&mut self.later).into_iter().rev() {
             let dir = match open_beneath(target, &name) {
                 Ok(dir) => dir,
@@ -436,7 +442,7 @@ fn link_target(entry: &Entry<'_, impl Read>, name: &Path) -> Result<Vec<u8>> {
         Some(target) if !target.is_empty() && target.len() <= MAX_NAME && !target.contains(&0) => {
             Ok(target.into_owned())
         }
-        _ => refused(name, "is a link to no name"),
+        _ => refused(name, "is a link without a target"),
     }
 }
 
@@ -465,7 +471,7 @@ fn is_dir(parent: impl AsFd, name: &OsStr) -> bool {
     stat.is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_dir())
 }
 
-/// Makes room for a later entry of the same name.
+/// Removes an earlier entry of the same name.
 fn clear(parent: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
         Err(Errno::NOENT) => Ok(()),
@@ -476,7 +482,7 @@ fn clear(parent: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
 /// Names in a directory, without `.` and `..`.
 fn names(dir: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
     let mut buffer = vec![MaybeUninit::uninit(); 16 << 10];
-    // A descriptor of its own: reading moves its place.
+    // Its own descriptor: reading moves the offset.
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let dir = rustix::fs::openat(dir, ".", flags, Mode::empty())?;
     let mut entries = RawDir::new(dir, &mut buffer);
@@ -490,8 +496,8 @@ fn names(dir: impl AsFd) -> rustix::io::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Removes a name with all that is below it. Links are removed, not followed. One directory is open at a time, and each
-/// is listed once: a tree may be deep, and wide.
+/// Removes a directory with everything below it. Links are not followed. One directory is open at a
+/// time and each is listed once: a tree may be deep and wide.
 fn remove_all(parent: impl AsFd, name: &OsStr) -> rustix::io::Result<()> {
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
     let _ = rustix::fs::chmodat(&parent, name, Mode::RWXU, AtFlags::empty());
@@ -517,13 +523,13 @@ fn remove_all(parent: impl AsFd, name: &OsStr) -> rustix::io::Result<()> {
     rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)
 }
 
-/// The directory that a relative path is in, and its last part.
+/// The parent of a relative path, and its last part.
 fn split(path: &Path) -> (&Path, &OsStr) {
     (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default())
 }
 
-/// Does `work` with every name in `from` for which `to` has no directory to go on in. Nothing is followed, and two
-/// directories are open at a time, however many there are.
+/// Calls `work` for every name in `from` that is not a directory in both trees. Links are not
+/// followed, and at most two directories are open at a time.
 fn walk(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -546,17 +552,17 @@ fn walk(
     Ok(())
 }
 
-/// Is there something that a rename would not replace, or does it lead to where none leads?
+/// Refuses a name that a rename could not replace, or that is on another file system.
 fn in_the_way(from: &OwnedFd, to: &OwnedFd, name: &OsStr, place: &Path, own: u64) -> Result<()> {
     let there = rustix::fs::statat(to, name, AtFlags::SYMLINK_NOFOLLOW);
     if is_dir(to, name) {
         return refused(place, "is in the way: it is a directory here");
     }
     if there.is_ok() && is_dir(from, name) {
-        return refused(place, "is in the way: it is no directory here");
+        return refused(place, "is in the way: it is not a directory here");
     }
     if device(to).about(place)? != own {
-        return refused(place, "goes to another file system: unpack it there");
+        return refused(place, "is on another file system: unpack into that one");
     }
     Ok(())
 }

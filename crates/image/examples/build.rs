@@ -1,5 +1,5 @@
-//! Makes the parts of a template ahead of time: `build CACHE GUEST [TEMPLATE [DIRECTORY]]`, one that comes with the product
-//! or of that directory.
+//! Builds the parts of a template ahead of time: `build CACHE GUEST [TEMPLATE [DIRECTORY]]`. The
+//! template is a built-in one or one of that directory.
 
 use keiki_image::{Builder, Catalog};
 use std::{error::Error, path::Path, process::ExitCode, sync::Arc};
@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     let spec = match Catalog::new(own).get(name) {
         Ok(Some(spec)) => spec,
         Ok(None) => {
-            eprintln!("there is no template `{name}`");
+            eprintln!("no such template: {name}");
             return ExitCode::from(2);
         }
         Err(error) => {

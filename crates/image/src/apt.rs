@@ -1,7 +1,8 @@
-//! An apt configuration of our own: sources, lists and archives under the cache, nothing of the host touched.
+//! A separate apt configuration: sources, lists and archives in the cache, nothing on the host
+//! changed.
 //!
-//! Of the host's configuration only two things are read: the address of the Debian mirror it uses, and how it
-//! reaches the network (proxies).
+//! Only two things are read from the host's configuration: the address of its Debian mirror, and
+//! how it reaches the network (proxies).
 
 use crate::{
     Builder,
@@ -13,22 +14,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Names another mirror than the host's.
+/// Overrides the host's mirror.
 const MIRROR_VARIABLE: &str = "KEIKI_DEBIAN_MIRROR";
-/// Debian's archive keys; part of every Debian system.
+/// Debian's archive keys, part of every Debian system.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
-/// What apt tells about each index file it would fetch, see [`Target::parse`].
+/// What apt prints about each index file that it would fetch, see [`Target::parse`].
 const TARGET_FORMAT: &str = "$(CREATED_BY)|$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(LABEL)";
-/// Settings of the host that say how to reach the network.
+/// The host's settings for reaching the network.
 const NETWORK_SETTINGS: [&str; 4] =
     ["Acquire::http::", "Acquire::https::", "Acquire::Retries", "Acquire::ForceIPv"];
 
-/// apt with a configuration of our own.
+/// apt with a separate configuration.
 pub(crate) struct Apt {
     config: PathBuf,
 }
 
-/// A package as a mirror offers it.
+/// A package on a mirror.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Package {
     pub(crate) name: String,
@@ -52,13 +53,13 @@ pub(crate) fn host_security_mirror() -> Option<String> {
     targets.iter().find(|target| target.is_security()).map(|target| target.uri.clone())
 }
 
-/// The archive keys, where this host has them; else apt's own trusted keys count.
+/// The archive keys, if this host has them; otherwise apt uses its trusted keys.
 pub(crate) fn keyring() -> Option<&'static Path> {
     Some(Path::new(KEYRING)).filter(|path| path.exists())
 }
 
 impl Apt {
-    /// Makes the configuration for one line of sources and fetches its lists.
+    /// Creates the configuration for one line of sources and fetches its lists.
     pub(crate) fn open(builder: &Builder, mirror: &str, suite: &str) -> Result<Self> {
         let dir = builder.cache.dir("apt")?;
         for sub in ["lists/partial", "archives/partial"] {
@@ -71,7 +72,7 @@ impl Apt {
         };
         let signed = keyring().map(|path| format!("[signed-by={}] ", path.display())).unwrap_or_default();
         write("sources.list", &format!("deb {signed}{mirror} {suite} main\n"))?;
-        // No package counts as installed here.
+        // No package is installed here.
         write("status", "")?;
         let config = write("apt.conf", &config_text(&dir, &network_settings()?))?;
         let apt = Self { config };
@@ -79,15 +80,16 @@ impl Apt {
         Ok(apt)
     }
 
-    /// What the sources offer of this name.
+    /// The newest package of this name.
     pub(crate) fn show(&self, name: &str) -> Result<Package> {
         let tool = self.tool("apt-cache", format!("looking for the package {name}"));
         let text = tool.args(["show", "--no-all-versions", name]).output()?;
         Package::parse(&String::from_utf8_lossy(&text))
-            .ok_or_else(|| Error::BadKernel(format!("apt describes {name} in a way that cannot be read")))
+            .ok_or_else(|| Error::BadKernel(format!("apt's description of {name} cannot be parsed")))
     }
 
-    /// Downloads a package into `dir` and gives its path. One that is there is checked and kept, half a one goes on.
+    /// Downloads a package into `dir` and returns its path. A complete file is checked and kept, a
+    /// partial one continued.
     pub(crate) fn download(
         &self,
         package: &Package,
@@ -110,7 +112,7 @@ impl Apt {
             .filter(|path| path.extension().is_some_and(|e| e == "deb"))
             .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&prefix)))
             .filter(|path| fs::metadata(path).is_ok_and(|meta| meta.len() == package.size));
-        found.next().ok_or_else(|| Error::BadKernel(format!("{wanted} was downloaded but is not there")))
+        found.next().ok_or_else(|| Error::BadKernel(format!("{wanted} was downloaded but is missing")))
     }
 
     fn tool(&self, name: &'static str, action: impl Into<String>) -> Tool {
@@ -118,7 +120,8 @@ impl Apt {
     }
 }
 
-/// This file is read before the host's, which it switches off: hooks there act on the host's directories.
+/// This file is read before the host's and turns that off: its hooks would act on the host's
+/// directories.
 fn config_text(dir: &Path, network: &str) -> String {
     let dir = dir.display();
     format!(
@@ -197,7 +200,7 @@ impl Target {
     }
 }
 
-/// With their labels where lists were fetched once; elsewhere, as in a fresh container, the addresses alone.
+/// With labels if lists were ever fetched; otherwise, as in a fresh container, only addresses.
 fn host_targets() -> Result<Vec<Target>> {
     let ask = |args: &[&str]| {
         Tool::new("apt-get", "asking the host's apt for its mirror")
@@ -214,7 +217,8 @@ fn host_targets() -> Result<Vec<Target>> {
         .collect())
 }
 
-/// Labels are known only once lists were fetched; before, a path that ends in `/debian` is the sign.
+/// Labels are known once lists have been fetched; before that, a path that ends in `/debian` is
+/// taken.
 fn choose_mirror(targets: &[Target]) -> Option<String> {
     let labelled = |target: &&Target| target.label == "Debian" && !target.is_security();
     let looks_right = |target: &&Target| {

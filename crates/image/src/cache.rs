@@ -1,12 +1,13 @@
-//! The cache directory: finished parts by name, unfinished ones under `tmp/`, one builder at a time.
+//! The cache directory: finished parts by name, unfinished ones under `tmp/`, one builder at a
+//! time.
 //!
 //! ```text
-//! cache/lock             held while building
-//! cache/tmp/             unfinished; whoever gets the lock empties it
+//! cache/lock             held during a build
+//! cache/tmp/             unfinished parts; emptied by the next builder
 //! cache/kernel/<key>/    finished parts; <key> is derived from the recipe
 //! cache/initramfs/<key>
 //! cache/rootfs/<key>/
-//! cache/apt/, debs/      what was downloaded, so that it is not downloaded again
+//! cache/apt/, debs/      downloads, kept between builds
 //! ```
 
 use crate::{
@@ -29,7 +30,7 @@ impl Cache {
         Self { root }
     }
 
-    /// Waits until no other builder works here, then removes what an interrupted one left.
+    /// Waits until no other builder works here, then removes leftovers of interrupted builds.
     pub(crate) fn lock(&self, progress: &Progress) -> Result<File> {
         let path = self.root.join("lock");
         fs::create_dir_all(&self.root).map_err(io_error("creating", &self.root))?;
@@ -43,7 +44,7 @@ impl Cache {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                progress("waiting for another build in the same cache to end");
+                progress("waiting for another build in the same cache");
                 file.lock().map_err(io_error("locking", &path))?;
             }
             Err(TryLockError::Error(source)) => return Err(io_error("locking", &path)(source)),
@@ -52,7 +53,7 @@ impl Cache {
         Ok(file)
     }
 
-    /// Removes what builds that were cut short left, unless one is under way.
+    /// Removes leftovers of interrupted builds, unless a build is under way.
     pub(crate) fn tidy(&self) -> Result<()> {
         let path = self.root.join("lock");
         let Ok(file) = File::options().write(true).open(&path) else { return Ok(()) };
@@ -63,7 +64,7 @@ impl Cache {
         }
     }
 
-    /// Removes what is not finished. Call under the lock.
+    /// Removes unfinished parts. Call it with the lock held.
     pub(crate) fn discard_unfinished(&self) -> Result<()> {
         remove(&self.root.join("tmp"))
     }
@@ -73,23 +74,23 @@ impl Cache {
         self.root.join(kind).join(key)
     }
 
-    /// A directory that stays between builds, e.g. of downloads.
+    /// A directory that is kept between builds, such as downloads.
     pub(crate) fn dir(&self, name: &str) -> Result<PathBuf> {
         let dir = self.root.join(name);
         fs::create_dir_all(&dir).map_err(io_error("creating", &dir))?;
-        // Tools get this path while they stand in another directory.
+        // Tools get this path but run in another directory.
         fs::canonicalize(&dir).map_err(io_error("resolving", &dir))
     }
 
-    /// A new path for an unfinished part. Call under the lock.
+    /// A new path for an unfinished part. Call it with the lock held.
     pub(crate) fn scratch(&self, name: &str) -> Result<PathBuf> {
         let path = self.dir("tmp")?.join(name);
         remove(&path)?;
         Ok(path)
     }
 
-    /// Makes `scratch` the finished `part`, durably. A part of that name is replaced; files of the old one that
-    /// somebody linked elsewhere live on.
+    /// Durably makes `scratch` the finished `part`. Replaces a part of that name; other links to
+    /// its files stay valid.
     pub(crate) fn publish(&self, scratch: &Path, part: &Path) -> Result<()> {
         sync_tree(scratch)?;
         let parent = part.parent().unwrap_or(&self.root);
@@ -104,7 +105,7 @@ impl Cache {
     }
 }
 
-/// Name of a part made of `ingredients`.
+/// The name of a part made from `ingredients`.
 pub(crate) fn key(ingredients: &[&str]) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&crate::BUILDER_VERSION.to_le_bytes());
@@ -114,7 +115,7 @@ pub(crate) fn key(ingredients: &[&str]) -> String {
     hasher.finalize().to_hex()[..32].to_owned()
 }
 
-/// Digest of a file's contents, in hex.
+/// The digest of a file's contents, in hex.
 pub(crate) fn file_digest(path: &Path) -> Result<String> {
     let file = File::open(path).map_err(io_error("opening", path))?;
     let mut hasher = blake3::Hasher::new();
@@ -122,7 +123,7 @@ pub(crate) fn file_digest(path: &Path) -> Result<String> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// Removes a file or a tree; that there is none is fine.
+/// Removes a file or a tree, if it exists.
 pub(crate) fn remove(path: &Path) -> Result<()> {
     let result = match fs::symlink_metadata(path) {
         Err(_) => return Ok(()),

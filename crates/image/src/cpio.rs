@@ -1,6 +1,6 @@
-//! Writes `newc` archives, what the kernel unpacks as its initial RAM file system.
+//! Writes `newc` archives, which the kernel unpacks as its initial RAM file system.
 //!
-//! Only what an initramfs of ours holds: directories and regular files, all of root, all of one time, so that
+//! Supports directories and regular files only, all owned by root and with the same time, so that
 //! the same contents always give the same bytes.
 
 use std::io::{self, Write};
@@ -23,10 +23,10 @@ impl<W: Write> Archive<W> {
         Self { out, written: 0, inode: 0 }
     }
 
-    /// Adds a directory. Parents come before what is in them.
+    /// Adds a directory. Parents come before their contents.
     ///
     /// # Errors
-    /// The output fails, or the name is none.
+    /// If the output fails or the name is not valid.
     pub fn directory(&mut self, name: &str, mode: u32) -> io::Result<()> {
         self.entry(name, DIRECTORY | mode, 2, &[])
     }
@@ -34,15 +34,15 @@ impl<W: Write> Archive<W> {
     /// Adds a regular file.
     ///
     /// # Errors
-    /// As [`Archive::directory`], and a file of 4 GiB or more does not fit this format.
+    /// As [`Archive::directory`], and if the file has 4 GiB or more.
     pub fn file(&mut self, name: &str, mode: u32, data: &[u8]) -> io::Result<()> {
         self.entry(name, REGULAR | mode, 1, data)
     }
 
-    /// Ends the archive and gives back the output, flushed.
+    /// Ends the archive, flushes the output and returns it.
     ///
     /// # Errors
-    /// The output fails.
+    /// If the output fails.
     pub fn finish(mut self) -> io::Result<W> {
         self.inode = 0;
         self.header(TRAILER, 0, 1, 0)?;
@@ -54,7 +54,7 @@ impl<W: Write> Archive<W> {
         if name.is_empty() || name.starts_with('/') || name.contains('\0') || name == TRAILER {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("no name for an archive: {name:?}"),
+                format!("not a valid name in an archive: {name:?}"),
             ));
         }
         let size = u32::try_from(data.len()).map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?;
@@ -67,7 +67,8 @@ impl<W: Write> Archive<W> {
     fn header(&mut self, name: &str, mode: u32, links: u32, size: u32) -> io::Result<()> {
         let name_size =
             u32::try_from(name.len() + 1).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        // inode, mode, uid, gid, links, mtime, size, device (4), length of the name, checksum (unused)
+        // inode, mode, uid, gid, links, mtime, size, device (4), length of the name, checksum
+        // (unused)
         let fields = [self.inode, mode, 0, 0, links, 0, size, 0, 0, 0, 0, name_size, 0];
         let mut header = String::from(MAGIC);
         for field in fields {

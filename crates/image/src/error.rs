@@ -1,79 +1,60 @@
-//! What can go wrong, in sentences for people.
+//! Errors of this crate, as sentences for people.
 
 use std::{io, path::PathBuf};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why an image was not made.
+/// Why an image could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A program is not installed.
     #[error("`{tool}` is missing: install the package {package}")]
     ToolMissing {
-        /// Program.
         tool: String,
-        /// Debian package that has it.
+        /// The Debian package that contains it.
         package: &'static str,
     },
     /// A program failed.
     #[error("`{tool}` failed while {action} ({status})\n{tail}")]
     ToolFailed {
-        /// Program.
         tool: String,
-        /// What it was to do.
         action: String,
-        /// How it ended.
         status: String,
-        /// Its last words.
+        /// The last lines of its output.
         tail: String,
     },
-    /// The package mirror was not reached.
-    #[error("no network while {action}: the package mirror was not reached. `{tool}` said:\n{tail}")]
+    /// The package mirror cannot be reached.
+    #[error("no network while {action}: the package mirror cannot be reached. Output of `{tool}`:\n{tail}")]
     NoNetwork {
-        /// Program.
         tool: String,
-        /// What it was to do.
         action: String,
-        /// Its last words.
+        /// The last lines of its output.
         tail: String,
     },
     /// The disk is full.
     #[error("no space left on the disk of {} while {action}", path.display())]
-    NoSpace {
-        /// A path on that disk.
-        path: PathBuf,
-        /// What was being done.
-        action: String,
-    },
-    /// The host's apt knows no Debian mirror.
+    NoSpace { path: PathBuf, action: String },
+    /// The host's apt has no Debian mirror.
     #[error(
         "no Debian package mirror found in this host's apt configuration: add the Debian main archive to it, or \
          set KEIKI_DEBIAN_MIRROR"
     )]
     NoMirror,
-    /// Root disks are made as root.
-    #[error("root disks hold files of several users: building one needs root")]
+    /// Root disks can only be built as root.
+    #[error("building a root disk needs root, because it contains files of several users")]
     NotRoot,
-    /// A recipe cannot be followed.
+    /// A recipe is not valid.
     #[error("template `{name}`: {reason}")]
-    BadSpec {
-        /// Of the template.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The kernel package is not what it should be.
+    BadSpec { name: String, reason: String },
+    /// The kernel package is not as expected.
     #[error("kernel package: {0}")]
     BadKernel(String),
     /// A file operation failed.
     #[error("{action} {}", path.display())]
     Io {
-        /// What was being done.
         action: &'static str,
-        /// With which file.
         path: PathBuf,
-        /// Why not.
         #[source]
         source: io::Error,
     },

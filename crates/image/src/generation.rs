@@ -1,16 +1,16 @@
-//! A VM generation ID for machines whose monitor has no such device: a table for ACPI, which Linux takes from its
-//! initial RAM file system and adds to those of the machine.
+//! A VM generation ID for machines whose monitor has no such device: an ACPI table that Linux reads
+//! from its initial RAM file system and adds to those of the machine.
 //!
 //! ```text
 //!   agent ── new ID ──> memory at ADDRESS <── reads ── the kernel's driver, `vmgenid`
 //!     └── reads the device's status ──> _STA ── notifies ──┘
 //! ```
 //!
-//! Only who writes the ID and says so is the agent instead of the monitor. Where the monitor has the device, this one is not
-//! present.
+//! The agent, not the monitor, writes the ID and announces the change. If the monitor has the
+//! device, this one is not present.
 //!
-//! Sources: Microsoft, "Virtual Machine Generation ID", 2012; ACPI 6.5, sections 6.3.7 (`_STA`) and 20 (AML); Linux,
-//! `Documentation/admin-guide/acpi/initrd_table_override.rst`.
+//! Sources: Microsoft, "Virtual Machine Generation ID", 2012; ACPI 6.5, sections 6.3.7 (`_STA`) and
+//! 20 (AML); Linux, `Documentation/admin-guide/acpi/initrd_table_override.rst`.
 
 use acpi_tables::{
     Aml, AmlSink,
@@ -19,22 +19,22 @@ use acpi_tables::{
 };
 use keiki_protocol::generation::{ADDRESS, DEVICE};
 
-/// Where Linux looks for tables in the archive: a directory in a directory.
-pub(crate) const PLACE: [&str; 3] = ["kernel", "kernel/firmware", "kernel/firmware/acpi"];
+/// The directory where Linux looks for tables in the archive, after its parents.
+pub(crate) const DIRECTORIES: [&str; 3] = ["kernel", "kernel/firmware", "kernel/firmware/acpi"];
 
 const OEM: [u8; 6] = *b"KEIKI ";
 const OEM_TABLE: [u8; 8] = *b"KEIKIGEN";
 const OEM_REVISION: u32 = 1;
 const REVISION: u8 = 2;
 const HEADER: u32 = 36;
-/// What the driver is notified of.
+/// The notification for the driver.
 const CHANGED: u8 = 0x80;
 /// Present, enabled, shown, working.
 const PRESENT: u8 = 0xf;
-/// The device of a monitor that has one: keiki-vmm.
+/// The device of a monitor that has one, as keiki-vmm does.
 const MONITORS: &str = "\\_SB_.VGEN";
 
-/// The table.
+/// Makes the table.
 pub(crate) fn table() -> Vec<u8> {
     let own: Path = "KGEN".into();
     let mut device = Vec::new();
@@ -65,7 +65,7 @@ pub(crate) fn table() -> Vec<u8> {
     bytes
 }
 
-/// `CondRefOf`, whose result goes nowhere.
+/// `CondRefOf` without a place for its result.
 struct Exists(Path);
 
 impl Aml for Exists {

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! /init                   keiki-guest
-//! /keiki/modules          file names in the order they are loaded, one a line
-//! /keiki/modules.d/*.ko   uncompressed: unpacking costs more in a guest than here
-//! /kernel/firmware/acpi   a table for the kernel, which looks for it before it unpacks: so the archive is not compressed
+//! /keiki/modules          file names in load order, one per line
+//! /keiki/modules.d/*.ko   uncompressed: unpacking is slower in a guest
+//! /kernel/firmware/acpi   an ACPI table; the kernel reads it before it can unpack: no compression
 //! ```
 
 use crate::{
@@ -19,7 +19,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Beyond this a guest binary is not one of ours.
+/// Largest guest agent that is accepted.
 const GUEST_LIMIT: u64 = 64 << 20;
 
 pub(crate) fn build(builder: &Builder, kernel: &Kernel, guest: &Path) -> Result<PathBuf> {
@@ -29,7 +29,7 @@ pub(crate) fn build(builder: &Builder, kernel: &Kernel, guest: &Path) -> Result<
     };
     let index = Index::parse(&read("modules.dep")?, &read("modules.builtin")?);
     let order = index.order(WANTED).map_err(|missing| {
-        Error::BadKernel(format!("{} has no module {missing}, which every guest needs", kernel.release))
+        Error::BadKernel(format!("{} lacks the module {missing}, which every guest needs", kernel.release))
     })?;
     let table = generation::table();
     let (modules, agent) = (order.join("\n"), cache::file_digest(guest)?);
@@ -62,10 +62,10 @@ fn read_agent(guest: &Path) -> Result<Vec<u8>> {
 
 fn write(path: &Path, table: &[u8], agent: &[u8], modules: &[(&str, Vec<u8>)]) -> std::io::Result<()> {
     let mut archive = cpio::Archive::new(BufWriter::new(File::create_new(path)?));
-    for directory in generation::PLACE {
+    for directory in generation::DIRECTORIES {
         archive.directory(directory, 0o755)?;
     }
-    archive.file(&format!("{}/generation.aml", generation::PLACE[2]), 0o644, table)?;
+    archive.file(&format!("{}/generation.aml", generation::DIRECTORIES[2]), 0o644, table)?;
     archive.file("init", 0o755, agent)?;
     archive.directory("keiki", 0o755)?;
     let names: String = modules.iter().map(|(name, _)| format!("{name}\n")).collect();

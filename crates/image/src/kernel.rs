@@ -1,4 +1,4 @@
-//! The guest kernel: a distribution's, unpacked from its package.
+//! The guest kernel: that of a distribution, unpacked from its package.
 
 use crate::{
     Builder,
@@ -13,17 +13,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Always depends on the newest kernel of its suite. The cloud flavour: small, virtio, no drivers for hardware.
+/// Depends on the newest kernel of its suite. The cloud flavour: small, with virtio, without
+/// hardware drivers.
 const METAPACKAGE: &str = "linux-image-cloud-amd64";
 
 /// A guest kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// The kernel in the format boot loaders take.
+    /// The kernel in the format for boot loaders.
     pub bzimage: PathBuf,
     /// Its modules and their index (`lib/modules/RELEASE` of the package).
     pub modules_dir: PathBuf,
-    /// What `uname -r` says in the guest.
+    /// The output of `uname -r` in the guest.
     pub release: String,
 }
 
@@ -54,18 +55,19 @@ pub(crate) fn build(builder: &Builder) -> Result<Kernel> {
     open(&part)
 }
 
-/// The package with the kernel itself. A suite may have it unsigned only, which makes no difference to a guest.
+/// The package with the kernel. Some suites only have an unsigned one, which is fine for a guest.
 fn resolve(apt: &Apt) -> Result<Package> {
     let meta = apt.show(METAPACKAGE)?;
     let image = meta.depends.iter().find(|name| name.starts_with("linux-image-"));
-    let image = image.ok_or_else(|| Error::BadKernel(format!("{METAPACKAGE} depends on no kernel")))?;
+    let image =
+        image.ok_or_else(|| Error::BadKernel(format!("{METAPACKAGE} does not depend on a kernel")))?;
     match apt.show(image) {
         Err(Error::ToolFailed { .. }) => apt.show(&format!("{image}-unsigned")),
         found => found,
     }
 }
 
-/// Leaves of an unpacked package what we need: the kernel, its modules and their index.
+/// Reduces an unpacked package to the kernel, its modules and their index.
 fn arrange(tree: &Path) -> Result<()> {
     let modules = tree.join("lib/modules");
     let merged = tree.join("usr/lib/modules");
@@ -95,6 +97,9 @@ fn only_release(modules: &Path) -> Result<String> {
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     match (names.next(), names.next()) {
         (Some(release), None) => Ok(release),
-        _ => Err(Error::BadKernel(format!("{} holds not exactly one kernel's modules", modules.display()))),
+        _ => Err(Error::BadKernel(format!(
+            "{} does not contain the modules of exactly one kernel",
+            modules.display()
+        ))),
     }
 }

@@ -1,4 +1,4 @@
-//! Kernel, initramfs and root disks out of distribution packages. Runs no machine.
+//! Builds kernel, initramfs and root disks from distribution packages. Runs no machine.
 //!
 //! ```text
 //!   package mirror ──apt──> kernel package ──unpack──> Kernel { bzImage, modules }
@@ -9,16 +9,16 @@
 //!   Python index ────pip wheels─────^
 //! ```
 //!
-//! Everything lands in one cache directory, and every finished part is one name in it that appears by a
-//! rename: an interrupted build leaves only `tmp/`, which the next builder empties, and goes on from the
-//! parts that were finished. The name of a part is derived from what it was made of, so a changed recipe
-//! never meets an old part. One builder works at a time; others wait for the lock.
+//! Everything is in one cache directory, where every finished part appears by a rename. An
+//! interrupted build leaves only `tmp/`, which the next builder empties before it continues with
+//! the parts that are not finished. The name of a part is derived from its recipe, so a changed
+//! recipe never finds an old part. One builder works at a time; others wait for the lock.
 //!
-//! The host stays as it is: packages come through an apt configuration of our own (sources, lists and
-//! archives under the cache) and are unpacked, not installed; nothing is mounted. The mirror is the one the
-//! host itself uses, see [`Builder::with_mirror`].
+//! The host is not changed: packages come through a separate apt configuration (sources, lists and
+//! archives in the cache) and are unpacked, not installed; nothing is mounted. The mirror is the
+//! one that the host uses, see [`Builder::with_mirror`].
 //!
-//! Calls block, some for a minute. A caller that must not block puts them on a thread of their own.
+//! Calls block, some for a minute.
 
 mod apt;
 mod cache;
@@ -46,13 +46,13 @@ use std::{
     sync::Arc,
 };
 
-/// Part of every digest: raised when the same recipe would now give other bytes.
+/// Part of every digest. Raise it when the same recipe gives other bytes than before.
 const BUILDER_VERSION: u32 = 1;
 
-/// Takes one line of progress, for people.
+/// Receives lines of progress, for people.
 pub type Progress = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// Makes kernels, initramfs images and root disks in a cache directory.
+/// Builds kernels, initramfs images and root disks in a cache directory.
 #[derive(Clone)]
 pub struct Builder {
     cache: Cache,
@@ -61,43 +61,43 @@ pub struct Builder {
     refresh: bool,
 }
 
-/// All a first boot reads, and the digest that names it.
+/// Everything that a first boot reads, and its digest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template {
     /// The kernel and its modules.
     pub kernel: Kernel,
-    /// Initial RAM file system with the guest agent as `/init`.
+    /// The initial RAM file system with the guest agent as `/init`.
     pub initramfs: PathBuf,
     /// The root disk.
     pub rootfs: Rootfs,
-    /// Names the contents: the recipe, every package version, the kernel, the guest agent and the builder.
+    /// Digest of the recipe, all package versions, the kernel, the guest agent and the builder.
     pub digest: String,
 }
 
 impl Builder {
-    /// A builder that keeps finished parts in `cache` and tells what it does line by line.
+    /// A builder that keeps finished parts in `cache` and reports its progress line by line.
     pub fn new(cache: impl Into<PathBuf>, progress: Progress) -> Self {
         Self { cache: Cache::new(cache.into()), progress, mirror: None, refresh: false }
     }
 
-    /// Uses this package mirror instead of the one of the host's own apt configuration.
+    /// Uses this package mirror instead of the one in the host's apt configuration.
     #[must_use]
     pub fn with_mirror(mut self, mirror: impl Into<String>) -> Self {
         self.mirror = Some(mirror.into());
         self
     }
 
-    /// Makes parts anew although they are finished, to take in newer packages.
+    /// Rebuilds finished parts, to get newer packages.
     #[must_use]
     pub fn refresh(mut self, yes: bool) -> Self {
         self.refresh = yes;
         self
     }
 
-    /// Removes what builds that were cut short left in the cache, unless one is under way.
+    /// Removes leftovers of interrupted builds from the cache, unless a build is under way.
     ///
     /// # Errors
-    /// If it cannot be removed.
+    /// If they cannot be removed.
     pub fn tidy(&self) -> Result<()> {
         self.cache.tidy()
     }
@@ -105,7 +105,7 @@ impl Builder {
     /// The guest kernel with its modules.
     ///
     /// # Errors
-    /// A tool or the network is missing, a package is not what it should be, or the disk is full.
+    /// If a tool or the network is missing, a package is not as expected, or the disk is full.
     pub fn kernel(&self) -> Result<Kernel> {
         self.locked(|_| kernel::build(self))
     }
@@ -118,7 +118,7 @@ impl Builder {
         self.locked(|_| initramfs::build(self, kernel, guest_binary))
     }
 
-    /// A root disk by its recipe. Needs root: it makes files of other users.
+    /// A root disk, by its recipe. Needs root, because it creates files of other users.
     ///
     /// # Errors
     /// As [`Builder::kernel`].
@@ -126,7 +126,8 @@ impl Builder {
         self.locked(|lock| rootfs::build(self, spec, lock))
     }
 
-    /// All of a template. The parts belong to the cache: clone or link them before the cache is cleared.
+    /// All parts of a template. They belong to the cache: clone or link them before the cache is
+    /// cleared.
     ///
     /// # Errors
     /// As [`Builder::kernel`].
@@ -143,15 +144,15 @@ impl Builder {
         Ok(Template { kernel, initramfs, rootfs, digest })
     }
 
-    /// Makes one part while no other builder is at work here. A failed one leaves nothing unfinished.
+    /// Builds one part while no other builder works here. A failed build leaves nothing unfinished.
     fn locked<T>(&self, make: impl FnOnce(&File) -> Result<T>) -> Result<T> {
         let lock = self.cache.lock(&self.progress)?;
         let made = make(&lock);
         if made.is_err()
             && let Err(error) = self.cache.discard_unfinished()
         {
-            // The next builder tries again; what its caller should read is why this one failed.
-            tracing::warn!(%error, "what a failed build left was not removed");
+            // The next builder tries again. The caller gets the error of the build.
+            tracing::warn!(%error, "leftovers of a failed build could not be removed");
         }
         made
     }

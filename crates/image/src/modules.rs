@@ -1,7 +1,8 @@
-//! Which kernel modules a guest loads, and in which order.
+//! The kernel modules that a guest loads, and their order.
 //!
-//! Distribution kernels keep drivers as modules, some built in; which of them differs between kernels. We name
-//! what a guest wants, `modules.dep` says what each needs first, `modules.builtin` says what is there already.
+//! Distribution kernels have most drivers as modules and some built in, which differs between
+//! kernels. This lists the modules that a guest wants; `modules.dep` has their dependencies,
+//! `modules.builtin` those that are built in.
 
 use crate::{
     error::{Result, io_error},
@@ -13,7 +14,7 @@ use std::{
     path::Path,
 };
 
-/// What every guest wants, most important first. True: no guest works without it.
+/// The modules that every guest wants, most important first. True if no guest works without it.
 pub(crate) const WANTED: &[(&str, bool)] = &[
     ("virtio_mmio", true),
     ("virtio_blk", true),
@@ -21,7 +22,7 @@ pub(crate) const WANTED: &[(&str, bool)] = &[
     ("virtio_console", true),
     ("virtio_net", true),
     ("virtio_rng", true),
-    // Free pages go back to the host.
+    // Returns free pages to the host.
     ("virtio_balloon", false),
     ("af_packet", false),
     ("vmgenid", false),
@@ -33,13 +34,13 @@ pub(crate) const WANTED: &[(&str, bool)] = &[
 /// The modules of one kernel, read from its index files.
 #[derive(Debug)]
 pub struct Index {
-    /// Module name to path and to what it needs, nearest first, as `modules.dep` has it.
+    /// Module name to path and dependencies, nearest first, as in `modules.dep`.
     loadable: BTreeMap<String, (String, Vec<String>)>,
     builtin: BTreeSet<String>,
 }
 
 impl Index {
-    /// Reads the text of `modules.dep` and `modules.builtin`.
+    /// Parses `modules.dep` and `modules.builtin`.
     #[must_use]
     pub fn parse(dep: &str, builtin: &str) -> Self {
         let loadable = dep.lines().filter_map(|line| {
@@ -51,21 +52,22 @@ impl Index {
         Self { loadable, builtin: builtin.lines().map(module_name).collect() }
     }
 
-    /// Is this module part of the kernel itself?
+    /// Whether this module is built into the kernel.
     #[must_use]
     pub fn is_builtin(&self, name: &str) -> bool {
         self.builtin.contains(name)
     }
 
-    /// Paths of `wanted` and all they need, each once, each after what it needs. A built-in one has none.
+    /// Paths of `wanted` and their dependencies, each once and after its own dependencies. Built-in
+    /// modules have no path.
     ///
     /// # Errors
-    /// The name of a required module that this kernel has not.
+    /// The name of a required module that this kernel lacks.
     pub fn order(&self, wanted: &[(&str, bool)]) -> Result<Vec<String>, String> {
         let mut order: Vec<String> = Vec::new();
         for &(name, required) in wanted {
             match self.loadable.get(name) {
-                // The transitive closure is in the file: the farthest need comes last.
+                // The file has the transitive closure, the farthest dependency last.
                 Some((path, needs)) => {
                     for path in needs.iter().rev().chain([path]) {
                         if !order.contains(path) {
@@ -81,10 +83,10 @@ impl Index {
     }
 }
 
-/// The code of a module file, whatever it is packed with.
+/// Reads a module file and decompresses it.
 ///
 /// # Errors
-/// It cannot be read, or the program that unpacks it is missing.
+/// If it cannot be read, or the program that decompresses it is missing.
 pub fn unpack(module: &Path) -> Result<Vec<u8>> {
     let action = || format!("unpacking {}", module.display());
     match module.extension().and_then(|extension| extension.to_str()) {
@@ -100,7 +102,7 @@ fn module_name(path: &str) -> String {
     file.split(".ko").next().unwrap_or(file).replace('-', "_")
 }
 
-/// The file name a module has once unpacked.
+/// The file name of a decompressed module.
 pub(crate) fn unpacked_name(path: &str) -> &str {
     let file = path.rsplit('/').next().unwrap_or(path);
     [".xz", ".zst", ".gz"].iter().find_map(|suffix| file.strip_suffix(suffix)).unwrap_or(file)

@@ -1,8 +1,8 @@
 //! Root disks: a minimal distribution and some packages, as one sparse ext4 image.
 //!
-//! mmdebstrap makes the tree with its mounts switched off, mkfs fills the image from the tree; so nothing is
-//! mounted and no loop device is used. What would make two machines the same individual, or tie them to this
-//! host, is not in the image: no machine-id, no SSH host keys, no `resolv.conf`.
+//! mmdebstrap creates the tree without mounts, and mkfs fills the image from the tree, so nothing
+//! is mounted and no loop device is used. Nothing that identifies a machine or this host is in the
+//! image: no machine ID, no SSH host keys, no `resolv.conf`.
 
 use crate::{
     Builder, apt, cache,
@@ -20,7 +20,7 @@ use std::{
     time::Instant,
 };
 
-/// No manuals, and no translations; licences stay.
+/// No manuals and no translations. Licences stay.
 const DPKG_OPTIONS: [&str; 6] = [
     "path-exclude=/usr/share/man/*",
     "path-exclude=/usr/share/info/*",
@@ -30,11 +30,11 @@ const DPKG_OPTIONS: [&str; 6] = [
     "path-exclude=/usr/share/bug/*",
 ];
 
-/// What mmdebstrap is not to do: mount, and make device nodes (the guest's devtmpfs has them). Packages stay in the
-/// tree's archive until they were copied out.
+/// What mmdebstrap must not do: mount, and create device nodes (the guest's devtmpfs has them).
+/// Packages stay in the tree's archive until they are copied out.
 const SKIP: &str = "chroot/mount,output/dev,output/mknod,download/empty,essential/unlink";
 
-/// Lines of mmdebstrap that start a step. Their number is fixed, so progress can count.
+/// Lines of mmdebstrap that start a step. Their number is fixed, so progress can be counted.
 const STEPS: [&str; 6] = [
     "running apt-get update",
     "downloading packages",
@@ -44,18 +44,19 @@ const STEPS: [&str; 6] = [
     "cleaning package lists",
 ];
 
-/// The same for all disks: what tells machines apart is their contents, and equal recipes give equal disks.
+/// The same for all disks: equal recipes give equal disks.
 const FS_UUID: &str = "6b65696b-6900-4000-8000-000000000001";
 const HASH_SEED: &str = "6b65696b-6900-4000-8000-000000000002";
-/// When all disks were formatted, in seconds since 1970: 2025-01-01.
+/// The time in all disks, in seconds since 1970: 2025-01-01.
 const FS_TIME: &str = "1735689600";
-/// Enough for a sandbox; the default for this size is four times that, all of it written sooner or later.
+/// Enough for a sandbox. The default for this size is four times as large, and all of it is written
+/// eventually.
 const JOURNAL_MIB: u32 = 16;
 
-/// Where a guest looks for programs unless told otherwise.
+/// The default PATH of a guest.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Seeds random numbers of Python programs anew in copies.
+/// Reseeds the random numbers of Python programs in copies.
 const PYTHON_MODULE: &str = include_str!("../guest/keiki_generation.py");
 
 /// A finished root disk.
@@ -65,13 +66,13 @@ pub struct Rootfs {
     pub raw: PathBuf,
     /// `NAME VERSION` of each package, sorted.
     pub packages: Vec<String>,
-    /// Names the contents: the recipe, each package's version and the builder's.
+    /// Digest of the recipe, all package versions and the builder.
     pub digest: String,
-    /// Bytes in it.
+    /// Bytes allocated.
     pub used_bytes: u64,
 }
 
-/// Beside the image.
+/// Stored next to the image.
 #[derive(Serialize, Deserialize)]
 struct Record {
     packages: Vec<String>,
@@ -82,7 +83,7 @@ pub(crate) fn build(builder: &Builder, spec: &RootfsSpec, lock: &File) -> Result
     spec.check()?;
     let recipe = serde_json::to_string(spec)
         .map_err(|e| Error::BadSpec { name: spec.name.clone(), reason: e.to_string() })?;
-    // The module belongs to every recipe.
+    // The module is part of every recipe.
     let recipe = format!("{recipe}\n{PYTHON_MODULE}");
     let part = builder.cache.part("rootfs", &cache::key(&["rootfs", &recipe]));
     if !builder.refresh && part.is_dir() {
@@ -145,7 +146,8 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     args.push("--aptopt=APT::Install-Recommends \"false\"".to_owned());
     args.push("--aptopt=Acquire::Languages \"none\"".to_owned());
     args.extend(apt::keyring().map(|path| format!("--keyring={}", path.display())));
-    // Packages are kept over builds, also over an interrupted one: they are copied out before they are installed.
+    // Packages are kept across builds, even interrupted ones: they are copied out before they are
+    // installed.
     let copy_in = r#"mkdir -p "$1/var/cache/apt/archives"; cp -n "$KEIKI_DEBS"/*.deb "$1/var/cache/apt/archives/" 2>/dev/null || true"#;
     let copy_out = r#"for deb in "$1"/var/cache/apt/archives/*.deb; do new="$KEIKI_DEBS/${deb##*/}"; [ ! -e "$deb" ] || [ -e "$new" ] || { cp "$deb" "$new.part" && mv "$new.part" "$new"; }; done"#;
     args.push(format!("--setup-hook={copy_in}"));
@@ -155,7 +157,8 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     args.push(tree.display().to_string());
     args.extend(sources(builder, &spec.suite)?);
     say(1, "reading the package lists");
-    // Without SOURCE_DATE_EPOCH on purpose: Python's compiled files would then check their source by hash at each import.
+    // No SOURCE_DATE_EPOCH: with it, Python's compiled files would check their source by hash at
+    // each import.
     let action = format!("making the root disk of `{}`", spec.name);
     let tool = Tool::leashed("mmdebstrap", "mmdebstrap".as_ref(), action);
     let tmp = builder.cache.dir("tmp")?;
@@ -167,7 +170,8 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     })
 }
 
-/// What the guest's own apt reads as well: the mirror of this host, with its security updates if it has them.
+/// The sources, also for the guest's apt: the mirror of this host, with security updates if it has
+/// them.
 fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
     let mut sources = vec![format!("deb {} {suite} main", builder.mirror()?)];
     if builder.mirror.is_none() {
@@ -176,27 +180,28 @@ fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
     Ok(sources)
 }
 
-/// Where a tree has Python: a module in its library that every interpreter loads, those of environments made of it too.
+/// If the tree has Python, adds a module that every interpreter loads, also those of virtual
+/// environments.
 fn write_python_module(spec: &RootfsSpec, tree: &Path, lock: &File) -> Result<()> {
     const NAME: &str = "keiki_generation";
     let Some(version) = wheels::python_version(tree)? else { return Ok(()) };
     let library = format!("usr/lib/python{version}");
     let module = tree.join(&library).join(NAME).with_extension("py");
     fs::write(&module, PYTHON_MODULE).map_err(io_error("writing", &module))?;
-    // Debian has this one outside of the library, with a link that is absolute.
+    // Debian keeps this file outside the library, behind an absolute link.
     let own = tree.join(format!("etc/python{version}/sitecustomize.py"));
     let site = if own.exists() { own } else { tree.join(&library).join("sitecustomize.py") };
     let mut file =
         File::options().append(true).create(true).open(&site).map_err(io_error("opening", &site))?;
     writeln!(file, "\nimport {NAME}").map_err(io_error("writing", &site))?;
-    // Compiled now: whoever is not root would compile it at each start.
+    // Compiled now: users other than root would compile it at each start.
     let action = format!("compiling Python's site module of `{}`", spec.name);
     let tool = Tool::leashed("chroot", "chroot".as_ref(), action).holding(lock)?.args([tree]);
     let files = [NAME, "sitecustomize"].map(|name| format!("/{library}/{name}.py"));
     tool.args(wheels::TREE_ENV).args(["python3", "-m", "py_compile"]).args(&files).output().map(drop)
 }
 
-/// Puts the recipe's own files into the tree: from inside, where no link leads out of it.
+/// Writes the recipe's files into the tree. From inside, so that no link leads out of it.
 fn write_files(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> Result<()> {
     const INSIDE: &str = "tmp/file";
     let copy = tree.join(INSIDE);
@@ -212,7 +217,7 @@ fn write_files(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -
     Ok(())
 }
 
-/// What every command finds around it: read by the guest agent, by PAM, and by login shells.
+/// The environment of every command: read by the guest agent, PAM and login shells.
 fn write_environment(spec: &RootfsSpec, tree: &Path) -> std::io::Result<()> {
     let mut env = spec.env.clone();
     if !spec.wheels.is_empty() {
@@ -230,7 +235,7 @@ fn write_environment(spec: &RootfsSpec, tree: &Path) -> std::io::Result<()> {
     fs::write(tree.join("etc/profile.d/keiki.sh"), lines("export "))
 }
 
-/// Takes out what belongs to one machine or to this host, and adds what users expect.
+/// Removes everything that belongs to one machine or to this host, and adds what users expect.
 fn finish_tree(tree: &Path) -> std::io::Result<()> {
     for file in ["etc/resolv.conf", "etc/machine-id", "var/lib/dbus/machine-id", "etc/hostname", "etc/hosts"]
     {
@@ -243,7 +248,7 @@ fn finish_tree(tree: &Path) -> std::io::Result<()> {
             }
         }
     }
-    // Empty: filled in by whoever becomes an individual.
+    // Empty: each machine gets its own.
     File::create(tree.join("etc/machine-id"))?;
     fs::write(tree.join("etc/hostname"), "keiki\n")?;
     let mut hosts = File::create(tree.join("etc/hosts"))?;
@@ -265,7 +270,7 @@ fn remove_if_there(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Removes the files below `dir`; directories stay with their owners and modes.
+/// Removes the files below `dir`. Directories stay.
 fn empty(dir: &Path) -> std::io::Result<()> {
     let entries = match fs::read_dir(dir) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -278,7 +283,7 @@ fn empty(dir: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// `NAME VERSION` of each installed package, out of dpkg's own records.
+/// `NAME VERSION` of each installed package, from dpkg's status.
 fn installed(tree: &Path) -> Result<Vec<String>> {
     let path = tree.join("var/lib/dpkg/status");
     let text = fs::read_to_string(&path).map_err(io_error("reading", &path))?;
@@ -308,8 +313,8 @@ fn tree_size(dir: &Path) -> std::io::Result<u64> {
     Ok(size)
 }
 
-/// The image is new, so all of it reads as zeroes already: tables count as written, and neither mkfs here nor the
-/// guest in the background fills them.
+/// The image is new and reads as zeroes. So inode tables count as written: neither mkfs nor the
+/// guest fills them.
 fn format_disk(spec: &RootfsSpec, tree: &Path, raw: &Path) -> Result<()> {
     let extended = format!("assume_storage_prezeroed=1,hash_seed={HASH_SEED},root_owner=0:0");
     let journal = format!("size={JOURNAL_MIB}");
@@ -349,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_an_individual_stays() {
+    fn nothing_that_identifies_a_machine_stays() {
         let dir = tempfile::tempdir().unwrap();
         let tree = dir.path();
         for sub in ["etc/ssh", "usr/bin", "var/log/apt", "var/cache/apt/archives"] {
@@ -367,7 +372,7 @@ mod tests {
         assert!(tree.join("var/log/apt").is_dir());
         assert_eq!(fs::read(tree.join("etc/machine-id")).unwrap(), b"");
         assert_eq!(fs::read_link(tree.join("usr/bin/python")).unwrap(), Path::new("python3"));
-        // Twice is once.
+        // A second run changes nothing.
         finish_tree(tree).unwrap();
     }
 

@@ -1,7 +1,8 @@
-//! Templates as data: what a root disk is made of, and how a machine with it is warmed before it is frozen.
+//! Templates as data: the contents of a root disk, and the commands that warm a machine before it
+//! is frozen.
 //!
-//! A template is a TOML file. Those of the product are `templates/*.toml` of this crate; a node reads further ones,
-//! `NAME.toml` each, out of a directory of its user's. There a name of the product's means the user's own.
+//! A template is a TOML file. The built-in ones are `templates/*.toml` of this crate. A node reads
+//! others as `NAME.toml` from a directory of its user; they take precedence over built-in ones.
 
 use crate::error::{Error, Result, io_error};
 use keiki_types::{Shape, TemplateName};
@@ -13,17 +14,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What a root disk is made of.
+/// The recipe of a root disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RootfsSpec {
-    /// Of the template; for progress and errors.
+    /// The template's name, for progress and errors.
     pub name: String,
     /// Distribution release.
     pub suite: String,
-    /// Packages beside the distribution's minimum. Recommended ones are not taken along.
+    /// Packages in addition to the minimal system. Recommended packages are not installed.
     pub packages: Vec<String>,
-    /// Size of the disk. Files not written yet take no space on the host.
+    /// Size of the disk. Unwritten blocks take no space on the host.
     pub disk_mib: u32,
     /// Python packages for the environment at [`crate::VENV`], as pip's requirements.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -31,22 +32,22 @@ pub struct RootfsSpec {
     /// Environment of every command.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    /// Further files, by their paths. One that begins with `#!` is a program.
+    /// Additional files, by path. A file that begins with `#!` is executable.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub files: BTreeMap<String, String>,
 }
 
-/// A template, before anything is made of it.
+/// A template, before it is built.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TemplateSpec {
-    /// What users call it.
+    /// Its name.
     #[serde(skip)]
     pub name: String,
-    /// One sentence.
+    /// A description of one sentence.
     #[serde(default)]
     pub description: String,
-    /// Shape of its machines unless asked otherwise.
+    /// Default shape of its machines.
     pub shape: Shape,
     /// Distribution release.
     #[serde(default = "default_suite")]
@@ -54,7 +55,8 @@ pub struct TemplateSpec {
     /// See [`RootfsSpec::packages`].
     #[serde(default)]
     pub packages: Vec<String>,
-    /// See [`RootfsSpec::wheels`]. Where every one has its hashes, nothing else is installed; else pip resolves.
+    /// See [`RootfsSpec::wheels`]. If all have hashes, nothing else is installed; otherwise pip
+    /// resolves them.
     #[serde(default)]
     pub wheels: Vec<String>,
     /// See [`RootfsSpec::env`].
@@ -63,46 +65,47 @@ pub struct TemplateSpec {
     /// See [`RootfsSpec::files`].
     #[serde(default)]
     pub files: BTreeMap<String, String>,
-    /// Shell lines run in the guest, one after the other, before it is frozen. Each must end well.
+    /// Shell lines that run in the guest, one after the other, before it is frozen. Each must exit
+    /// with 0.
     #[serde(default)]
     pub warm: Vec<String>,
 }
 
-/// All templates a node knows.
+/// All templates that a node knows.
 #[derive(Debug, Clone)]
 pub struct Catalog {
     dir: Option<PathBuf>,
 }
 
-/// Release that root disks and guest kernels come from.
+/// The release of root disks and guest kernels.
 pub(crate) const SUITE: &str = "bookworm";
 
-/// Smallest disk that is accepted: the minimal system, a journal, and room to breathe.
+/// The smallest disk: the minimal system, a journal, and some free space.
 const MIN_DISK_MIB: u32 = 512;
-/// A template file is a page or two.
+/// The largest template file.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Those that come with the product.
+/// The built-in templates.
 const BUILT_IN: [(&str, &str); 2] = [
     ("base", include_str!("../templates/base.toml")),
     ("code-interpreter", include_str!("../templates/code-interpreter.toml")),
 ];
-/// The template every node has.
+/// The template that every node has.
 pub const BASE: &str = BUILT_IN[0].0;
 
 impl Catalog {
-    /// The templates of the product, and those in `dir`, which need not be there.
+    /// The built-in templates and those in `dir`, which need not exist.
     #[must_use]
     pub fn new(dir: Option<PathBuf>) -> Self {
         Self { dir }
     }
 
-    /// The template of this name, if there is one. A file is read now: no restart is needed after a change.
+    /// The template of this name, if it exists. Reads the file now: a change needs no restart.
     ///
     /// # Errors
-    /// If its file cannot be read or understood; the sentence says where.
+    /// If its file cannot be read or parsed.
     pub fn get(&self, name: &str) -> Result<Option<TemplateSpec>> {
-        // Nothing that leaves the directory.
+        // No name may lead out of the directory.
         if name.parse::<TemplateName>().is_err() {
             return Ok(None);
         }
@@ -131,22 +134,22 @@ impl Catalog {
 }
 
 impl TemplateSpec {
-    /// Reads a template's file.
+    /// Parses a template.
     ///
     /// # Errors
-    /// If it is none, or holds what cannot be built.
+    /// If it is not a valid template.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         let bad = |reason| Error::BadSpec { name: name.to_owned(), reason };
         let spec: Self = toml::from_str(text).map_err(|error| bad(error.to_string().trim().to_owned()))?;
         let spec = Self { name: name.to_owned(), ..spec };
         spec.rootfs().check()?;
         if let Some(line) = spec.warm.iter().find(|line| line.trim().is_empty() || line.contains('\0')) {
-            return Err(bad(format!("`{}` is no command to warm it with", line.escape_default())));
+            return Err(bad(format!("warm: not a command: `{}`", line.escape_default())));
         }
         Ok(spec)
     }
 
-    /// Recipe of its root disk.
+    /// The recipe of its root disk.
     #[must_use]
     pub fn rootfs(&self) -> RootfsSpec {
         RootfsSpec {
@@ -162,31 +165,31 @@ impl TemplateSpec {
 }
 
 impl RootfsSpec {
-    /// Everything in it goes to a command line or a file that others parse: nothing there may look like an option
-    /// or a second argument.
+    /// Everything in a recipe goes to a command line or to a file that other programs parse:
+    /// nothing may look like an option or a second argument.
     pub(crate) fn check(&self) -> Result<()> {
         let fail = |reason: String| Err(Error::BadSpec { name: self.name.clone(), reason });
         if !is_word(&self.name, "-_.") {
-            return fail("the name takes letters, digits, `-`, `_` and `.`".to_owned());
+            return fail("a name consists of letters, digits, `-`, `_` and `.`".to_owned());
         }
         if !is_word(&self.suite, "-.") {
-            return fail(format!("`{}` is no release name", self.suite));
+            return fail(format!("suite: not a release name: `{}`", self.suite));
         }
         if let Some(package) = self.packages.iter().find(|package| !is_word(package, "+-.")) {
-            return fail(format!("`{package}` is no package name"));
+            return fail(format!("packages: not a package name: `{package}`"));
         }
         if let Some(wheel) = self.wheels.iter().find(|wheel| !is_requirement(wheel)) {
             return fail(format!(
-                "`{wheel}` is no Python package: write `NAME`, `NAME==VERSION` or `NAME==VERSION --hash=sha256:HEX`"
+                "wheels: not a Python package: `{wheel}`; write `NAME`, `NAME==VERSION` or `NAME==VERSION --hash=sha256:HEX`"
             ));
         }
         let is_name = |name: &str| is_word(name, "_") && !name.starts_with(|c: char| c.is_ascii_digit());
         if let Some(name) = self.env.keys().find(|name| !is_name(name)) {
-            return fail(format!("`{name}` is no name of a variable"));
+            return fail(format!("env: not a variable name: `{name}`"));
         }
         if let Some((name, _)) = self.env.iter().find(|(_, value)| !is_plain(value)) {
             return fail(format!(
-                "{name}: a value takes one line of printable characters without `\"`, `'`, `\\`, `$` and a back quote"
+                "env: the value of {name} must be one line of printable characters without `\"`, `'`, `\\`, `$` and backquotes"
             ));
         }
         let is_path = |path: &str| {
@@ -196,16 +199,16 @@ impl RootfsSpec {
                 && path.split('/').all(|part| part != "..")
         };
         if let Some(path) = self.files.keys().find(|path| !is_path(path)) {
-            return fail(format!("`{}` is no absolute path of a file", path.escape_default()));
+            return fail(format!("files: not an absolute path of a file: `{}`", path.escape_default()));
         }
         if self.disk_mib < MIN_DISK_MIB {
-            return fail(format!("a disk has at least {MIN_DISK_MIB} MiB"));
+            return fail(format!("a disk needs at least {MIN_DISK_MIB} MiB"));
         }
         Ok(())
     }
 }
 
-/// None: there is no such file.
+/// None if there is no such file.
 fn read(path: &Path) -> io::Result<Option<String>> {
     let file = match fs::File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -220,7 +223,7 @@ fn is_word(text: &str, marks: &str) -> bool {
         && text.chars().all(|c| c.is_ascii_alphanumeric() || marks.contains(c))
 }
 
-/// `NAME[EXTRA]==VERSION`, other comparisons, and hashes after it.
+/// `NAME[EXTRA]==VERSION`, other comparisons, and hashes.
 fn is_requirement(text: &str) -> bool {
     let mut words = text.split(' ');
     let package = words.next().unwrap_or_default();
@@ -231,7 +234,7 @@ fn is_requirement(text: &str) -> bool {
     is_word(package, "-_.[],<>=!~*+") && words.all(is_hash)
 }
 
-/// What reads the same in `/etc/environment` and in a shell, between double quotes.
+/// Text that means the same in `/etc/environment` and between double quotes in a shell.
 fn is_plain(text: &str) -> bool {
     text.chars().all(|c| !c.is_control() && !"\"'\\$`".contains(c))
 }

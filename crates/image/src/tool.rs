@@ -1,4 +1,4 @@
-//! Runs one external program: its lines as progress, its last words in the error.
+//! Runs an external program: its output becomes progress, its last lines go into the error.
 
 use crate::error::{Error, Result, io_error};
 use std::{
@@ -12,12 +12,12 @@ use std::{
     thread,
 };
 
-/// Kept of what a failing program said.
+/// Lines kept for the error of a program.
 const TAIL_LINES: usize = 12;
-/// A longer line is cut: no program may fill our memory.
+/// Longer lines are cut: a program must not fill our memory.
 const LINE_BYTES: u64 = 4096;
 
-/// Programs used here and the Debian package each comes from.
+/// The programs used here, and the Debian package of each.
 const PACKAGES: &[(&str, &str)] = &[
     ("apt-get", "apt"),
     ("apt-cache", "apt"),
@@ -32,10 +32,10 @@ const PACKAGES: &[(&str, &str)] = &[
     ("zstd", "zstd"),
 ];
 
-/// What a leashed tool is started by. The first gets the signal of our end, and passes it on by its own.
+/// Starts a leashed tool. The first program is killed when we end, and its end kills the rest.
 const LEASH: [&str; 8] = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--pid", "--kill-child", "--"];
 
-/// Signs of a mirror out of reach in what apt and mmdebstrap say.
+/// Messages of apt and mmdebstrap when the mirror cannot be reached.
 const NETWORK_SIGNS: &[&str] = &[
     "Temporary failure resolving",
     "Could not resolve",
@@ -61,9 +61,9 @@ impl Tool {
         Self::of(name, action, Command::new(name))
     }
 
-    /// A tool that ends with us, and everything it has started too, however our end comes: the kernel kills the
-    /// first process of its process namespace, and that one's end kills the others. `program` is where `name` is.
-    /// Without root there are no such namespaces, and the tool runs free.
+    /// A tool that ends with us, and with it everything it has started, however we end: the kernel
+    /// kills the first process of its PID namespace, and with that all others. `program` is the
+    /// path of `name`. Without root there is no such namespace, and the tool may outlive us.
     pub(crate) fn leashed(name: &'static str, program: &Path, action: impl Into<String>) -> Self {
         if !is_there(program) || !rustix::process::geteuid().is_root() {
             return Self::of(name, action, Command::new(program));
@@ -74,7 +74,7 @@ impl Tool {
     }
 
     fn of(name: &'static str, action: impl Into<String>, mut command: Command) -> Self {
-        // What we parse is in English, what needs administration is found, and nothing asks questions.
+        // English output for our parsers, sbin directories in PATH, and no questions.
         command
             .env("LC_ALL", "C.UTF-8")
             .env("PATH", search_path())
@@ -93,8 +93,8 @@ impl Tool {
         self
     }
 
-    /// Holds the cache's lock as long as the program lives, also when it outlives us: it is the program's standard
-    /// input, which no other process of ours inherits.
+    /// Holds the cache's lock as long as the program lives, even if it outlives us: the lock is its
+    /// standard input, which no other process inherits.
     pub(crate) fn holding(mut self, lock: &File) -> Result<Self> {
         self.command.stdin(lock.try_clone().map_err(io_error("sharing", "lock"))?);
         Ok(self)
@@ -105,7 +105,7 @@ impl Tool {
         self
     }
 
-    /// Runs it and gives what it wrote to standard output.
+    /// Runs it and returns its standard output.
     pub(crate) fn output(mut self) -> Result<Vec<u8>> {
         let Output { status, stdout, stderr } = self.command.output().map_err(|e| self.spawn_error(e))?;
         if status.success() {
@@ -116,9 +116,8 @@ impl Tool {
         Err(self.failure(status.to_string(), &tail))
     }
 
-    /// Runs it and hands over each line it writes, to standard output and error alike.
-    ///
-    /// Both are pipes of ours, so a program that outlives us dies at its next word.
+    /// Runs it and passes on each line of its standard output and error. Both are our pipes, so a
+    /// program that outlives us ends at its next write.
     pub(crate) fn lines(mut self, mut on_line: impl FnMut(&str) + Send) -> Result<()> {
         self.command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = self.command.spawn().map_err(|e| self.spawn_error(e))?;
@@ -158,14 +157,14 @@ impl Tool {
     }
 }
 
-/// The caller's search path with the administrator's directories, which a plain user's lacks.
+/// The caller's PATH with the sbin directories, which ordinary users lack.
 fn search_path() -> String {
     let inherited = std::env::var("PATH").unwrap_or_default();
     let separator = if inherited.is_empty() { "" } else { ":" };
     format!("{inherited}{separator}/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin")
 }
 
-/// Would a program of this name or path be found?
+/// Whether a program of this name or path exists.
 fn is_there(program: &Path) -> bool {
     program.components().count() > 1 && program.exists()
         || std::env::split_paths(&search_path()).any(|dir| dir.join(program).is_file())
@@ -194,7 +193,7 @@ struct Tail(VecDeque<String>);
 
 impl Tail {
     fn push(&mut self, line: &str) {
-        // apt's machine-readable progress says nothing about a failure.
+        // apt's machine-readable progress does not explain a failure.
         if line.is_empty() || line.starts_with("dlstatus:") || line.starts_with("pmstatus:") {
             return;
         }
@@ -253,7 +252,7 @@ mod tests {
         assert_eq!(missing.to_string(), "`mmdebstrap` is missing: install the package mmdebstrap");
     }
 
-    /// The process that dies is this test's own program, started again for that.
+    /// The process that dies is this test program, started a second time.
     #[test]
     fn a_leashed_tool_and_what_it_started_end_with_us() {
         const MARK: &str = "KEIKI_TEST_LEASH";

@@ -1,9 +1,11 @@
-//! Python packages of a root disk: wheels in a virtual environment of their own, first on everybody's path.
+//! Python packages of a root disk: wheels in a virtual environment that comes first in every user's
+//! PATH.
 //!
-//! The host's pip downloads (it knows this host's index and proxies) and the tree's pip installs, without network
-//! and without what this host has set. Wheels only: nothing is compiled, no package's own program runs here. What
-//! was downloaded stays in the cache. One requirement at a time where all are pinned by hash, so that an
-//! interrupted download goes on where it was; otherwise pip resolves them together.
+//! The host's pip downloads them, with the host's index and proxies; the tree's pip installs them
+//! without network and without the host's settings. Wheels only: nothing is compiled and no package
+//! runs code. Downloads stay in the cache. If all requirements are pinned by hash, they are
+//! downloaded one at a time, so that an interrupted download can continue; otherwise pip resolves
+//! them together.
 
 use crate::{
     Builder, cache,
@@ -16,19 +18,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where the environment is in a guest.
+/// The environment's path in a guest.
 pub const VENV: &str = "/opt/venv";
-/// What a tree needs to make one.
+/// The packages that a tree needs for it.
 pub(crate) const PACKAGES: [&str; 2] = ["python3", "python3-venv"];
-/// Of the C library of [`crate::spec::SUITE`]: wheels for newer ones do not run there.
+/// The C library of [`crate::spec::SUITE`]: wheels for newer ones do not run with it.
 const GLIBC_MINOR: u32 = 36;
-/// Where wheels lie in the tree while they are installed.
+/// Where the wheels are in the tree during installation.
 const INSIDE: &str = "tmp/wheels";
-/// Environment in the tree: nothing of the host's gets in.
+/// The environment of programs in the tree: nothing of the host's.
 pub(crate) const TREE_ENV: [&str; 5] =
     ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"];
 
-/// Makes the environment in `tree`.
+/// Creates the environment in `tree`.
 pub(crate) fn install(
     builder: &Builder,
     spec: &RootfsSpec,
@@ -38,7 +40,7 @@ pub(crate) fn install(
 ) -> Result<()> {
     let python = python_version(tree)?.ok_or_else(|| Error::BadSpec {
         name: spec.name.clone(),
-        reason: format!("release {} has no Python 3 for its wheels", spec.suite),
+        reason: format!("release {} has no Python 3 for the wheels", spec.suite),
     })?;
     let wheels = download(builder, spec, pip, &python, lock)?;
     let inside = tree.join(INSIDE);
@@ -67,12 +69,13 @@ pub(crate) fn install(
     run(&args)?;
     let lib = tree.join(VENV.trim_start_matches('/')).join("lib");
     drop_tests(&lib, 0).map_err(io_error("arranging", &lib))?;
-    // A sandbox is one person's: whoever works in it may add packages, whatever their user is called there.
+    // A sandbox belongs to one person: every user in it may add packages.
     run(&["chmod", "-R", "a+rwX", VENV])?;
     cache::remove(&inside)
 }
 
-/// Packages bring their own tests, a sixth of the whole. What begins with `_` in there is imported from elsewhere.
+/// Removes the tests of packages, a sixth of the whole. Files that begin with `_` are imported from
+/// elsewhere.
 fn drop_tests(dir: &Path, depth: usize) -> std::io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -80,7 +83,7 @@ fn drop_tests(dir: &Path, depth: usize) -> std::io::Result<()> {
         if !is_dir {
             continue;
         }
-        // LIB/pythonX/site-packages/PACKAGE/tests at least.
+        // At least LIB/pythonX/site-packages/PACKAGE/tests.
         if depth < 3 || entry.file_name() != "tests" {
             drop_tests(&path, depth + 1)?;
             continue;
@@ -104,7 +107,7 @@ fn download(builder: &Builder, spec: &RootfsSpec, pip: &Path, python: &str, lock
     let part = builder.cache.dir("tmp")?.join("wheels");
     let step = if is_pinned(spec) { 1 } else { spec.wheels.len() };
     if !is_pinned(spec) {
-        // What pip resolved another day is not what it resolves today.
+        // pip may resolve other versions than last time.
         cache::remove(&wheels)?;
         builder.cache.dir(&format!("wheels/{}", spec.name))?;
     }
@@ -149,8 +152,8 @@ fn download(builder: &Builder, spec: &RootfsSpec, pip: &Path, python: &str, lock
     Ok(wheels)
 }
 
-/// A Python with pip, of the cache's own: the host's need not have one. To be asked for before there are unfinished
-/// parts, because it becomes a finished one.
+/// A Python with pip in the cache: the host's may have none. Call this before there are unfinished
+/// parts, because this finishes one.
 pub(crate) fn host_pip(builder: &Builder, lock: &File) -> Result<PathBuf> {
     let home = builder.cache.part("python", "pip");
     let python = home.join("bin/python3");
@@ -165,7 +168,7 @@ pub(crate) fn host_pip(builder: &Builder, lock: &File) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// `3.11` where the tree has `/usr/lib/python3.11`.
+/// `3.11` if the tree has `/usr/lib/python3.11`.
 pub(crate) fn python_version(tree: &Path) -> Result<Option<String>> {
     let lib = tree.join("usr/lib");
     let names = match fs::read_dir(&lib) {
@@ -180,12 +183,12 @@ pub(crate) fn python_version(tree: &Path) -> Result<Option<String>> {
     Ok(versions.next())
 }
 
-/// Says a hash for everything: then nothing else is taken.
+/// Whether every requirement has a hash: then nothing else is installed.
 fn is_pinned(spec: &RootfsSpec) -> bool {
     spec.wheels.iter().all(|wheel| wheel.contains(" --hash=") && wheel.contains("=="))
 }
 
-/// Is `NAME-VERSION-….whl` what `NAME==VERSION` asks for?
+/// Whether `NAME-VERSION-….whl` is what `NAME==VERSION` asks for.
 fn is_wheel_of(file: &Path, requirement: &str) -> bool {
     let plain = |text: &str| text.replace(['-', '.'], "_").to_ascii_lowercase();
     let Some((name, version)) = requirement.split_once("==") else { return false };

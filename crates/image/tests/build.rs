@@ -1,4 +1,5 @@
-//! The whole way with real packages. Needs root, the network and a minute, so only where `KEIKI_TEST_IMAGE=1`.
+//! The whole way with real packages. Needs root, the network and a minute, so only where
+//! `KEIKI_TEST_IMAGE=1`.
 #![allow(clippy::unwrap_used)]
 
 use keiki_image::{BASE, Builder, Catalog};
@@ -54,7 +55,8 @@ fn template_base() {
     assert!(debugfs(raw, "cat /etc/python3.11/sitecustomize.py").ends_with("\nimport keiki_generation\n"));
     let compiled = debugfs(raw, "ls -p /usr/lib/python3.11/__pycache__");
     assert!(compiled.contains("/keiki_generation.cpython-311.pyc/"), "it is compiled at each start");
-    // One line each, /INODE/MODE/…: nothing but directories there, the guest's devtmpfs has the nodes.
+    // One line each, /INODE/MODE/…: nothing but directories there, the guest's devtmpfs has the
+    // nodes.
     let devices = debugfs(raw, "ls -p /dev");
     assert!(
         devices.lines().filter_map(|line| line.split('/').nth(2)).all(|mode| mode.starts_with("04")),

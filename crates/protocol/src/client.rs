@@ -1,11 +1,11 @@
-//! The node's half of a connection: the handshake over the agent port's socket, the calls of the release gate, then a gRPC
-//! client on it.
+//! The node's end of a connection: the handshake over the agent port's socket, the calls of the
+//! release gate, then a gRPC client.
 //!
-//! The socket may still deliver bytes of a connection that a frozen machine took with it, and the guest may
-//! not be listening yet. So the hello is repeated until its echo comes, everything before the echo is thrown
-//! away, and what follows it belongs to the connection.
+//! The socket may still deliver bytes of an old connection that was frozen with its machine, and
+//! the guest may not be listening yet. So the node repeats its hello until it reads the echo,
+//! discards everything before that, and uses what follows.
 //!
-//! A channel lasts as long as its socket. It never reconnects: when it fails, connect a new socket.
+//! A channel lasts as long as its socket and never reconnects: when it fails, connect a new socket.
 
 use crate::{
     MAX_CALLS,
@@ -34,21 +34,22 @@ use tonic::{
 
 /// How often an unanswered hello is repeated.
 const REPEAT: Duration = Duration::from_millis(25);
-/// Output in flight per call. A guest keeps more than this behind what it sent, so that nothing is lost when
-/// the connection is.
+/// Output in flight per call. A guest keeps more than this of the output it has sent, so nothing is
+/// lost with the connection.
 const STREAM_WINDOW: u32 = 256 << 10;
-/// Output in flight altogether: what all calls may have, or those that nobody reads would hold up the others.
+/// Output in flight for all calls together: with less, a call that is not read would block the
+/// others.
 const CONNECTION_WINDOW: u32 = MAX_CALLS * STREAM_WINDOW;
-/// What may come before the echo of a hello: what a frozen machine had in flight, with room to spare.
+/// Most bytes before the echo of a hello: what a frozen machine had in flight, with room to spare.
 const MAX_RUBBISH: usize = 64 << 20;
 /// Bytes read at a time.
 const READ: usize = 4 << 10;
-/// Headers of one answer.
+/// Most bytes of headers in one answer.
 const MAX_HEADERS: u32 = 16 << 10;
 /// The largest single message accepted from a guest.
 pub const MAX_MESSAGE: usize = 16 << 20;
 
-/// Why no connection came about.
+/// Why no connection was made.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// No answer in time.
@@ -70,14 +71,14 @@ pub enum ConnectError {
     Transport(#[from] tonic::transport::Error),
 }
 
-/// The agent's answer to a hello.
+/// An answered hello.
 #[derive(Debug, Clone, Copy)]
 pub struct Met {
-    /// What it says.
+    /// The agent's hello.
     pub hello: Hello,
-    /// When our first hello was sent, and when the answer to one was read: it was written in between.
+    /// When our first hello was sent. The agent wrote its hello between this and `answered`.
     pub asked: Instant,
-    /// See there.
+    /// When the agent's hello was read.
     pub answered: Instant,
 }
 
@@ -86,14 +87,14 @@ pub struct Met {
 pub struct Opened {
     read: OwnedReadHalf,
     write: OwnedWriteHalf,
-    /// Read already, not yet looked at.
+    /// Bytes that were read but not used yet.
     ahead: BytesMut,
     hello: Hello,
 }
 
 impl Opened {
-    /// Connects to the agent behind `stream`. `generation` is the one the guest is about to be given, or has; the hello
-    /// returned tells the one it has. All of it is done or given up within `limit`.
+    /// Connects to the agent behind `stream`, within `limit`. `generation` is the one that the
+    /// guest will get or has; the returned hello says which one it has.
     ///
     /// # Errors
     /// If the guest does not answer in time, speaks no common version, or the socket fails.
@@ -109,7 +110,7 @@ impl Opened {
         Ok((opened, met))
     }
 
-    /// Says hello, also again: the agent then begins anew.
+    /// Sends a hello. If it is sent again, the agent starts over.
     ///
     /// # Errors
     /// If it speaks no common version, or the socket fails.
@@ -125,10 +126,11 @@ impl Opened {
         Ok(met)
     }
 
-    /// A call of the release gate. What the guest sends may be anything: its size is bounded here, its time by the caller.
+    /// Makes a call of the release gate. The guest may send anything: this limits its size, the
+    /// caller its time.
     ///
     /// # Errors
-    /// What the agent answered; that there was no answer.
+    /// The agent's error, or that it did not answer.
     pub async fn call<A: Ask>(&mut self, ask: &A) -> Result<A::Reply, Status> {
         let broken = |error: io::Error| Status::unavailable(format!("the agent port failed: {error}"));
         self.skip_echoes();
@@ -142,7 +144,9 @@ impl Opened {
                 && MARKER.iter().zip(&self.ahead).all(|(one, other)| one == other);
             if !may_be_echo {
                 let taken = gate::take_reply(&mut self.ahead);
-                if let Some(reply) = taken.map_err(|error| Status::internal(format!("it sent {error}")))? {
+                if let Some(reply) =
+                    taken.map_err(|error| Status::internal(format!("the agent sent {error}")))?
+                {
                     return reply;
                 }
             }
@@ -153,7 +157,7 @@ impl Opened {
         }
     }
 
-    /// An agent that saw its port close and open may answer a hello that was repeated a second time.
+    /// An agent whose port was closed and opened again may answer a repeated hello a second time.
     fn skip_echoes(&mut self) {
         while let Some(head) = self.ahead.first_chunk::<HELLO_LEN>()
             && Hello::decode(head).is_ok_and(|hello| hello.nonce == self.hello.nonce)
@@ -162,7 +166,7 @@ impl Opened {
         }
     }
 
-    /// Goes on with HTTP/2. Does not wait for the guest.
+    /// Switches to HTTP/2. Does not wait for the guest.
     ///
     /// # Errors
     /// If the socket has failed.
@@ -183,7 +187,7 @@ impl Opened {
     }
 }
 
-/// Says hello until it is echoed. Returns the echo and what was read behind it.
+/// Sends hellos until one is echoed. Returns the echo and the bytes read after it.
 async fn shake<R, W>(read: &mut R, write: &mut W, ours: Hello) -> io::Result<(Hello, Vec<u8>)>
 where
     R: AsyncRead + Unpin,
@@ -194,7 +198,7 @@ where
     let mut buffer = vec![0; 16 << 10];
     let mut ticks = interval(REPEAT);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // A hello cut short would spoil what follows it, so the next starts only where the last one ended.
+    // A partial hello would spoil what follows, so each hello starts where the last one ended.
     let mut left: &[u8] = &[];
     let mut seen = 0;
     loop {
@@ -207,7 +211,7 @@ where
                 }
                 seen += got;
                 if seen > MAX_RUBBISH {
-                    return Err(io::Error::other("it sends bytes without end and no hello"));
+                    return Err(io::Error::other("it sends data without end and no hello"));
                 }
                 for at in 0..got {
                     let Some(theirs) = scanner.push(buffer[at]) else { continue };
@@ -381,10 +385,10 @@ mod tests {
     async fn what_is_no_reply_ends_a_call() {
         let foreign = Hello::new(1, [7; 16]).encode();
         for (sent, clue) in [
-            (&foreign[..], "255 is no code of a reply"),
-            (&[0xff, 0xff, 0xff, b'X'], "255 is no code of a reply"),
+            (&foreign[..], "unknown reply code: 255"),
+            (&[0xff, 0xff, 0xff, b'X'], "unknown reply code: 255"),
             (&[0, 0xff, 0xff, 0xff, 0xff], "a message of 4294967295 bytes"),
-            (&[0, 2, 0, 0, 0, 8, 0xff], "cannot be read"),
+            (&[0, 2, 0, 0, 0, 8, 0xff], "malformed"),
             (&[13, 2, 0, 0, 0, b'n', b'o'], "no"),
         ] {
             let (mut opened, mut guest, _) = opened().await;

@@ -1,16 +1,19 @@
-//! The release gate on the wire: the few calls that give a copy its own identity and resume its user work.
+//! The release gate on the wire: the few calls that give a copy its own identity and resume its
+//! user work.
 //!
-//! They come after the handshake, before HTTP/2, on the same connection, in the plainest form there is. A copy runs all of
-//! its guest's code for the first time: on an emulated processor HTTP/2 would cost more than the calls themselves.
+//! They come after the handshake and before HTTP/2 on the same connection, in the simplest form
+//! possible. A copy runs all of its guest's code for the first time: on an emulated processor
+//! HTTP/2 would cost more than the calls.
 //!
 //! ```text
 //!   call:   kind u8 | length u32 | message      kind 1: secret key, 2: assume identity, 3: thaw user
-//!   reply:  code u8 | length u32 | message      code 0: what was asked for; else a gRPC code, and the reason as text
+//!   reply:  code u8 | length u32 | message      code 0: the reply; else a gRPC code and the reason as text
 //! ```
 //!
-//! Integers are little-endian, messages those of `proto/guest.proto`. One call at a time, as many as the node likes. No
-//! kind is the first byte of a hello or of HTTP/2 (`P`): so either may follow, and no mark ends the gate. A node that
-//! connects again to a machine that was released makes no call.
+//! Integers are little-endian, messages are those of `proto/guest.proto`. One call at a time, any
+//! number of them. No kind equals the first byte of a hello or of HTTP/2 (`P`), so either may
+//! follow and the gate needs no end mark. A node that reconnects to a released machine makes no
+//! call.
 
 use crate::{
     guest::{Identity, IdentityAck, SecretKeyReply, SecretKeyRequest, ThawUserReply, ThawUserRequest},
@@ -22,20 +25,20 @@ use prost::{
 };
 use tonic::{Code, Status};
 
-/// Before each message.
+/// Bytes before each message.
 pub const HEAD: usize = 5;
-/// The largest message of a call: all secrets of a sandbox, and what comes with them.
+/// The largest message of a call: all secrets of a sandbox and the rest of an identity.
 pub const MAX_CALL: usize = secrets::MAX * secrets::MAX_BYTES + (1 << 20);
 /// The largest message of a reply.
 pub const MAX_REPLY: usize = 64 << 10;
-/// Bytes of a reason.
+/// The longest reason.
 const MAX_REASON: usize = 4 << 10;
 
-/// A message that is a call.
+/// A message that is a call of the gate.
 pub trait Ask: Message {
-    /// Which.
+    /// Its kind on the wire.
     const KIND: u8;
-    /// What it is answered with.
+    /// The message that answers it.
     type Reply: Message + Default;
 }
 
@@ -54,44 +57,44 @@ impl Ask for ThawUserRequest {
     type Reply = ThawUserReply;
 }
 
-/// What the node asks.
+/// A call of the node.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Call {
     /// A key for the secrets of the next call.
     SecretKey(SecretKeyRequest),
     /// Assume this identity.
     AssumeIdentity(Box<Identity>),
-    /// Let user work go on.
+    /// Resume user work.
     ThawUser(ThawUserRequest),
 }
 
-/// Bytes that are no call or reply. What comes after them means nothing.
+/// The bytes are not a call or reply. Bytes after them mean nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GateError {
     /// No call has this kind.
-    #[error("{0} is no call of the release gate")]
+    #[error("unknown call of the release gate: {0}")]
     Kind(u8),
     /// No reply has this code.
-    #[error("{0} is no code of a reply")]
+    #[error("unknown reply code: {0}")]
     Code(u8),
     /// Longer than allowed.
-    #[error("a message of {0} bytes, at most {1} are allowed")]
+    #[error("a message of {0} bytes; at most {1} are allowed")]
     Length(usize, usize),
-    /// Not the message that its kind says.
-    #[error("a message that cannot be read")]
+    /// Not a message of its kind.
+    #[error("a malformed message")]
     Message,
 }
 
-/// A call as sent.
+/// Encodes a call.
 #[must_use]
 pub fn call<A: Ask>(ask: &A) -> Bytes {
     frame(A::KIND, ask)
 }
 
-/// Takes the call that `bytes` begin with. None: it is not whole yet.
+/// Takes the call at the start of `bytes`. None if it is incomplete.
 ///
 /// # Errors
-/// If they begin with none.
+/// If the bytes are not one.
 pub fn take_call(bytes: &mut BytesMut) -> Result<Option<Call>, GateError> {
     let known = [SecretKeyRequest::KIND, Identity::KIND, ThawUserRequest::KIND];
     let Some(kind) = bytes.first().copied() else { return Ok(None) };
@@ -106,13 +109,13 @@ pub fn take_call(bytes: &mut BytesMut) -> Result<Option<Call>, GateError> {
     }))
 }
 
-/// A reply as sent.
+/// Encodes a reply.
 #[must_use]
 pub fn reply<R: Message>(answer: &Result<R, Status>) -> Bytes {
     match answer {
         Ok(message) => frame(Code::Ok as u8, message),
         Err(status) => {
-            // A refusal is none with the code of success.
+            // A refusal never has the code of success.
             let code = if status.code() == Code::Ok { Code::Unknown } else { status.code() };
             let mut end = status.message().len().min(MAX_REASON);
             while !status.message().is_char_boundary(end) {
@@ -125,15 +128,15 @@ pub fn reply<R: Message>(answer: &Result<R, Status>) -> Bytes {
     }
 }
 
-/// Takes the reply that `bytes` begin with. None: it is not whole yet.
+/// Takes the reply at the start of `bytes`. None if it is incomplete.
 ///
 /// # Errors
-/// If they begin with none.
+/// If the bytes are not one.
 pub fn take_reply<R: Message + Default>(
     bytes: &mut BytesMut,
 ) -> Result<Option<Result<R, Status>>, GateError> {
     let Some(byte) = bytes.first().copied() else { return Ok(None) };
-    // Codes that are none read as `Unknown`.
+    // Unknown codes become `Unknown`.
     let code = Code::from(i32::from(byte));
     if code as u8 != byte {
         return Err(GateError::Code(byte));
@@ -148,7 +151,7 @@ pub fn take_reply<R: Message + Default>(
 fn head(kind: u8, length: usize) -> BytesMut {
     let mut out = BytesMut::with_capacity(HEAD + length);
     out.extend_from_slice(&[kind]);
-    // What is too long for it is too long for the other side, too, which says so.
+    // A message that is too long is refused by the other side.
     out.extend_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
     out
 }

@@ -1,45 +1,47 @@
 //! The handshake that starts every agent connection.
 //!
-//! A guest that was frozen with traffic in flight still holds bytes of a connection that no longer exists,
-//! and so does its port. Both ends therefore first find each other:
+//! A guest that was frozen with traffic in flight still holds bytes of a connection that no longer
+//! exists, and so does its port. So both ends first have to find each other:
 //!
 //! 1. The node sends a [`Hello`] and repeats it until it is answered.
-//! 2. The guest discards input until it reads a whole valid hello, and answers with a [`Hello`] of its own
-//!    that echoes the nonce. It skips repeats of the same hello.
-//! 3. The node discards input until it reads the echo of its nonce. From there on both streams carry the calls of the
-//!    release gate (`gate.rs`), if the machine is not released yet, and then HTTP/2 (the guest is the server).
+//! 2. The guest discards input until it has read a complete valid hello, and answers with its own
+//!    [`Hello`] that echoes the nonce. It skips repeats of the same hello.
+//! 3. The node discards input until it reads the echo of its nonce. From then on both streams carry
+//!    the calls of the release gate (`gate.rs`), if the machine is not released yet, and then
+//!    HTTP/2 (the guest is the server).
 //!
-//! The marker begins with three 0xFF bytes: taken for an HTTP/2 frame that is a length beyond any limit, so a
-//! guest that missed the end of the old connection fails that connection at once and looks for the marker.
+//! The marker begins with three 0xFF bytes. As an HTTP/2 frame that is a length beyond any limit,
+//! so a guest that missed the end of the old connection fails that connection at once and looks for
+//! the marker.
 //!
-//! Layout, 64 bytes, integers little-endian:
-//! `marker[16] | version u16 | oldest u16 | reserved u32 | generation u64 | nonce[16] | uptime u64 | zero[4] | crc32c u32`.
+//! Layout, 64 bytes, integers little-endian: `marker[16] | version u16 | oldest u16 | reserved u32
+//! | generation u64 | nonce[16] | uptime u64 | zero[4] | crc32c u32`.
 
 /// The version of the agent protocol that this build speaks.
 pub const VERSION: u16 = 4;
-/// The oldest version that this build still understands.
+/// The oldest version that this build understands.
 pub const OLDEST: u16 = 4;
 /// Size of a hello on the wire, in bytes.
 pub const HELLO_LEN: usize = 64;
-/// How a hello starts.
+/// The first bytes of a hello.
 pub const MARKER: [u8; 16] = *b"\xff\xff\xffKEIKI-HELLO\r\n";
 
-/// One side's opening words.
+/// The first message of each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// Newest protocol version the sender speaks.
+    /// Newest protocol version that the sender speaks.
     pub version: u16,
-    /// Oldest protocol version the sender understands.
+    /// Oldest protocol version that the sender understands.
     pub oldest: u16,
-    /// Node: the generation the guest is about to be given. Guest: the one it has.
+    /// Node: the generation that the guest will get. Guest: the one it has.
     pub generation: u64,
     /// Chosen by the node for this connection; echoed by the guest.
     pub nonce: [u8; 16],
-    /// Guest: for how long it has run, in ms, when it answers. Node: 0.
+    /// Guest: its uptime in ms when it answers. Node: 0.
     pub uptime_ms: u64,
 }
 
-/// Why 64 bytes are no hello.
+/// Why 64 bytes are not a hello.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
     /// The marker is missing.
@@ -57,14 +59,14 @@ impl Hello {
         Self { version: VERSION, oldest: OLDEST, generation, nonce, uptime_ms: 0 }
     }
 
-    /// The version both sides can speak, if any.
+    /// The version that both sides speak, if any.
     #[must_use]
     pub fn agree(&self) -> Option<u16> {
         let version = self.version.min(VERSION);
         (version >= self.oldest.max(OLDEST)).then_some(version)
     }
 
-    /// As sent.
+    /// Encodes it.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let mut out = [0; HELLO_LEN];
@@ -79,7 +81,7 @@ impl Hello {
         out
     }
 
-    /// Reads what [`Hello::encode`] wrote.
+    /// Decodes it.
     ///
     /// # Errors
     /// If the marker or the checksum is wrong.
@@ -103,14 +105,14 @@ impl Hello {
     }
 }
 
-/// Finds hellos in a stream of unrelated bytes: feed it what arrives, it keeps at most one hello's length.
+/// Finds hellos in a stream of unrelated bytes. Keeps at most the length of one hello.
 #[derive(Debug, Default)]
 pub struct Scanner {
     window: Vec<u8>,
 }
 
 impl Scanner {
-    /// Takes one byte; returns the hello that ends with it, if one does.
+    /// Adds one byte. Returns the hello that ends with it, if any.
     pub fn push(&mut self, byte: u8) -> Option<Hello> {
         self.window.push(byte);
         if self.window.len() > HELLO_LEN {
@@ -123,7 +125,8 @@ impl Scanner {
     }
 }
 
-/// CRC-32C (Castagnoli, reflected polynomial 0x82F63B78), bit by bit: 64 bytes a connection need no table.
+/// CRC-32C (Castagnoli, reflected polynomial 0x82F63B78), bit by bit: 64 bytes per connection need
+/// no table.
 fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0u32;
     for &byte in bytes {

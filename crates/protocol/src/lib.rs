@@ -1,6 +1,6 @@
-//! What a node and the agent in its guests agree on: the RPC schema, the handshake and the release gate before it, and
-//! the constants that make every guest alike (address, MAC, port name), so that any descendant of one frozen
-//! machine fits any slot.
+//! The protocol between a node and the agent in its guests: the RPC schema, the handshake and the
+//! release gate before it, and the constants that are the same in every guest (address, MAC, port
+//! name), so that any copy of a frozen machine fits any slot.
 
 #[cfg(feature = "client")]
 pub mod client;
@@ -18,23 +18,24 @@ pub mod guest {
 /// Name of the virtio-console port that carries the agent connection.
 pub const AGENT_PORT: &str = "keiki.agent.0";
 
-/// Calls at once over one connection. Each side's window for all of them together is what each of them may
-/// have: calls that nobody reads hold up no others.
+/// Calls at once over one connection. The window of the connection is the sum of the windows of its
+/// calls, so a call that is not read does not block others.
 pub const MAX_CALLS: u32 = 512;
 
-/// The VM generation ID of a guest whose monitor has no device for it: of engine `qemu`. The agent keeps it.
+/// The VM generation ID of a guest whose monitor has no device for it, as with engine `qemu`. The
+/// agent provides it.
 pub mod generation {
-    /// Where it is in the guest's memory: a page that the kernel is told to leave alone.
+    /// Its address in guest memory: a page that the kernel must not use.
     pub const ADDRESS: u64 = 0x9e000;
-    /// The kernel's argument for that.
+    /// The kernel argument that reserves the page.
     pub const RESERVED: &str = "memmap=4K$0x9e000";
-    /// Its bytes.
+    /// Its length in bytes.
     pub const LEN: usize = 16;
-    /// The ACPI device that tells where it is, and whose status is asked for when it has changed.
+    /// The ACPI device that holds its address. Reading the status of the device announces a change.
     pub const DEVICE: &str = "KEIK0002";
 }
 
-/// What every guest believes about its network. The slot around it makes it distinct outside.
+/// The network as every guest sees it. The slot around a guest makes it distinct outside.
 pub mod net {
     use std::net::Ipv4Addr;
 
@@ -46,7 +47,7 @@ pub mod net {
     pub const PREFIX: u8 = 30;
     /// The guest's MAC address (locally administered).
     pub const GUEST_MAC: &str = "06:4b:49:4b:00:02";
-    /// The gateway's MAC address: constant, so that a restored neighbour entry stays right.
+    /// The gateway's MAC address: constant, so that neighbour entries stay valid in a copy.
     pub const GATEWAY_MAC: &str = "06:4b:49:4b:00:01";
     /// Name of the tap device inside each slot's namespace.
     pub const TAP: &str = "tap0";

@@ -1,10 +1,11 @@
-//! Secrets on their way through the channel.
+//! Seals secrets for their way through the channel.
 //!
-//! What crosses the channel stays in the guest's memory long after it was read: in the buffers of its console, in rings, in
-//! what the agent freed. A snapshot would have it all. So secrets cross it sealed, to a key that the receiver makes
-//! for one message and forgets with it (HPKE, RFC 9180: X25519, HKDF-SHA256, ChaCha20-Poly1305; base mode). In the clear they
-//! are only in [`Plain`] and in the one buffer that is sealed or opened, which are zeroes when they are dropped; and, while the
-//! cipher is at work, in blocks on the stack, which is overwritten after it.
+//! Data that crosses the channel stays in the guest's memory long after it was read: in buffers of
+//! its console, in rings, in memory that the agent freed. A snapshot would contain it. So secrets
+//! are sealed to a key that the receiver makes for one message and then forgets (HPKE, RFC 9180:
+//! X25519, HKDF-SHA256, ChaCha20-Poly1305; base mode). They are in the clear only in [`Plain`] and
+//! in the buffer that is sealed or opened, which are zeroed when dropped, and, while the cipher
+//! runs, on the stack, which is overwritten afterwards.
 
 use crate::guest::{SealedSecrets, Secret};
 use hpke::{
@@ -15,11 +16,11 @@ use zeroize::{Zeroize, Zeroizing};
 
 type Suite = X25519HkdfSha256;
 
-/// What a seal is for.
+/// The purpose of a seal, as HPKE's info.
 const INFO: &[u8] = b"keiki secrets 3";
-/// More of the stack than the cipher needs.
+/// More stack than the cipher needs.
 const STACK: usize = 32 << 10;
-/// An encapsulated key, which the sealed values begin with.
+/// Length of the encapsulated key at the start of the sealed values.
 const ENCAPSULATED: usize = 32;
 
 /// A secret in the clear.
@@ -27,7 +28,7 @@ const ENCAPSULATED: usize = 32;
 pub struct Plain {
     /// Its name.
     pub name: String,
-    /// Who may read it.
+    /// The user who may read it.
     pub owner: String,
     /// Its value.
     pub value: Zeroizing<Vec<u8>>,
@@ -40,18 +41,18 @@ impl std::fmt::Debug for Plain {
     }
 }
 
-/// Why something is not sealed or opened.
+/// Why secrets could not be sealed or opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
     /// Not a key.
-    #[error("the key that secrets are to be sealed to is none")]
+    #[error("the key to seal secrets to is not valid")]
     Key,
-    /// Sealed to another key, damaged, or not of the sizes it names.
+    /// Sealed to another key, damaged, or of other sizes than it says.
     #[error("the secrets were not sealed to this key")]
     Sealed,
 }
 
-/// What opens one message.
+/// The private key that opens one message.
 pub struct Key(Box<<Suite as Kem>::PrivateKey>);
 
 impl std::fmt::Debug for Key {
@@ -61,17 +62,17 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// A new one, and what is told to who seals.
+    /// A new key, and the public key for the sender.
     #[must_use]
     pub fn new() -> (Self, Vec<u8>) {
         let (private, public) = Suite::gen_keypair();
         (Self(Box::new(private)), public.to_bytes().to_vec())
     }
 
-    /// Opens what was sealed to it.
+    /// Opens a message that was sealed to it.
     ///
     /// # Errors
-    /// If it was not.
+    /// If it was sealed to another key or is damaged.
     pub fn open(self, sealed: &SealedSecrets) -> Result<Vec<Plain>, SealError> {
         if sealed.secrets.is_empty() {
             return Ok(vec![]);
@@ -87,7 +88,7 @@ impl Key {
         for Secret { name, owner, size } in &sealed.secrets {
             let (value, after) = rest.split_at_checked(*size as usize).ok_or(SealError::Sealed)?;
             rest = after;
-            // Of its size at once: what grows leaves a copy behind.
+            // Allocated at its full size: a buffer that grows leaves a copy behind.
             all.push(Plain {
                 name: name.clone(),
                 owner: owner.clone(),
@@ -101,7 +102,7 @@ impl Key {
 /// Seals secrets to a key.
 ///
 /// # Errors
-/// If it is no key.
+/// If the key is not valid.
 pub fn seal(public: &[u8], secrets: &[Plain]) -> Result<SealedSecrets, SealError> {
     if secrets.is_empty() {
         return Ok(SealedSecrets::default());
@@ -120,7 +121,7 @@ pub fn seal(public: &[u8], secrets: &[Plain]) -> Result<SealedSecrets, SealError
     Ok(SealedSecrets { secrets: named, values: sealed.ok_or(SealError::Key)?.into() })
 }
 
-/// In a frame of its own, as [`encrypt`]: all that it leaves on the stack is below its caller.
+/// In its own stack frame, like [`encrypt`]: everything it leaves on the stack is below its caller.
 #[inline(never)]
 fn decrypt(
     key: &<Suite as Kem>::PrivateKey,
@@ -141,7 +142,7 @@ fn encrypt(public: &<Suite as Kem>::PublicKey, values: &[u8]) -> Option<Vec<u8>>
     Some([encapsulated.to_bytes().as_slice(), &sealed].concat())
 }
 
-/// Overwrites what calls that have returned left on the stack.
+/// Overwrites what returned calls left on the stack.
 #[inline(never)]
 fn clear_stack() {
     let mut below = [0u8; STACK];

@@ -1,13 +1,13 @@
-//! What a secret may be: the node refuses others with a sentence, the agent has the last word.
+//! Limits of secrets. The node reports violations to callers; the agent checks again.
 
-/// Secrets of one sandbox.
+/// Most secrets of one sandbox.
 pub const MAX: usize = 64;
-/// Bytes of one.
+/// Most bytes of one secret.
 pub const MAX_BYTES: usize = 64 << 10;
-/// Bytes of a name.
+/// Most bytes of a name.
 pub const MAX_NAME: usize = 64;
 
-/// A plain name, as an environment variable or a file would have it.
+/// Whether this is a valid name, as for an environment variable or a file.
 #[must_use]
 pub fn is_name(name: &str) -> bool {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');

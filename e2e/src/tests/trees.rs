@@ -48,7 +48,7 @@ pub async fn a_tree_moves_whole_from_one_to_another(world: Arc<World>) -> Result
     let broken = to.client.write_archive(to.id, "/root/cut", how, cut).await;
     ensure!(broken.is_err(), "a cut archive was taken");
     let empty = to.client.write_archive(to.id, "/root/cut", how, whole(tar[..half].to_vec())).await;
-    refused(empty, 400, "not whole")?;
+    refused(empty, 400, "incomplete")?;
     let mut left = String::new();
     for _ in 0..50 * patience() {
         left = to.sh("ls -A /root/cut").await?;
