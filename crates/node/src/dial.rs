@@ -3,14 +3,12 @@
 use crate::{
     error::{Error, Result},
     guest::{is_broken, plain, refusal, within},
-    node::Node,
     sandbox::Use,
 };
 use bytes::{Buf, Bytes};
 use futures::{Stream, StreamExt, stream};
 use keiki_api::Dialed;
 use keiki_protocol::guest::DialChunk;
-use keiki_types::SandboxId;
 use std::{
     io,
     pin::Pin,
@@ -59,39 +57,31 @@ impl Drop for Connection {
     }
 }
 
-impl Node {
-    /// Connects to a TCP port of a guest, on whichever of its own addresses something listens. Wakes the sandbox.
-    ///
-    /// # Errors
-    /// 400 for port 0, 404, 409, 502 if nothing listens, 503 if too many streams are open.
-    pub async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {
-        if port == 0 {
-            return Err(Error::Invalid("port must be from 1 to 65535, not 0".into()));
-        }
-        let using = self.inner.begin(id).await?;
-        let permit = using.live.guest.stream()?;
+/// Connects to a TCP port of a guest, on whichever of its own addresses something listens. 502 if nothing does, 503 if too
+/// many streams are open.
+pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
+    let permit = using.live.guest.stream()?;
+    let (to, chunks) = mpsc::channel(1);
+    let mut guest = using.live.guest.client().await;
+    let mut answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
+    let mut sender = to;
+    if answer.as_ref().is_err_and(is_broken) {
+        // Nothing was sent yet but the port.
         let (to, chunks) = mpsc::channel(1);
-        let mut guest = using.live.guest.client().await;
-        let mut answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
-        let mut sender = to;
-        if answer.as_ref().is_err_and(is_broken) {
-            // Nothing was sent yet but the port.
-            let (to, chunks) = mpsc::channel(1);
-            sender = to;
-            let mut guest = match using.live.guest.reconnect().await {
-                Ok(guest) => guest,
-                Err(error) => return Err(using.explain(error).await),
-            };
-            answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
+        sender = to;
+        let mut guest = match using.live.guest.reconnect().await {
+            Ok(guest) => guest,
+            Err(error) => return Err(using.explain(error).await),
+        };
+        answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
+    }
+    match answer {
+        Ok(answer) => {
+            let (from, to) = (answer.into_inner(), PollSender::new(sender));
+            let call = Some(Call { from, to, _using: using, _stream: permit });
+            Ok(Box::new(Connection { call, piece: Bytes::new(), from_ended: false, to_ended: false }))
         }
-        match answer {
-            Ok(answer) => {
-                let (from, to) = (answer.into_inner(), PollSender::new(sender));
-                let call = Some(Call { from, to, _using: using, _stream: permit });
-                Ok(Box::new(Connection { call, piece: Bytes::new(), from_ended: false, to_ended: false }))
-            }
-            Err(status) => Err(using.explain(refused(&status)).await),
-        }
+        Err(status) => Err(using.explain(refused(&status)).await),
     }
 }
 

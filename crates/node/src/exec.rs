@@ -7,27 +7,16 @@
 pub mod known;
 mod pump;
 
-use crate::{
-    error::{Error, Result},
-    guest::refusal,
-    node::Node,
-    sandbox::Use,
-};
+use crate::{error::Result, guest::refusal, sandbox::Use};
 use bytes::Bytes;
-use futures::StreamExt;
 use keiki_api::{
-    Control, Session,
+    Control,
     request::{self, Command},
 };
 use keiki_protocol::guest::{EnvVar, ExecSpec, InputChunk, Pty, ResizeRequest, SignalRequest};
-use keiki_types::{SandboxId, api::ExecRequest};
-use pump::Pump;
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tokio_stream::wrappers::ReceiverStream;
+use keiki_types::api::ExecRequest;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::OwnedSemaphorePermit;
 
 /// Events between the guest and a slow listener; beyond that the guest waits.
 const EVENTS_AHEAD: usize = 16;
@@ -94,32 +83,6 @@ impl Control for InGuest {
             async move { guest.resize(request).await }
         });
         sent.await.map(drop).map_err(|status| refusal(&status))
-    }
-}
-
-impl Node {
-    /// Starts a command that ends with its caller. `pty`: columns and rows.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn exec(
-        &self,
-        id: SandboxId,
-        request: ExecRequest,
-        pty: Option<(u32, u32)>,
-    ) -> Result<Session> {
-        let Checked { mut spec, stdin } = spec(request, pty)?;
-        // A terminal may be left and come back to.
-        spec.keep = pty.is_some();
-        let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
-        let (send, events) = mpsc::channel(EVENTS_AHEAD);
-        let (tell, started) = oneshot::channel();
-        let control = Arc::clone(&session) as Arc<dyn Control>;
-        let exec = session.id.clone();
-        // On its own: a caller who leaves before the guest has answered must not leave the command behind.
-        tokio::spawn(Pump { session, send, offsets: [0, 0] }.begin(spec, stdin, tell));
-        started.await.map_err(|cause| Error::internal("the command was given up", cause))??;
-        Ok(Session { id: exec, offsets: [0, 0], events: ReceiverStream::new(events).boxed(), control })
     }
 }
 

@@ -7,9 +7,10 @@ use crate::{
     sandbox::Use,
     upload,
 };
+use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
-use keiki_api::Reading;
+use keiki_api::{Files, Reading};
 use keiki_protocol::guest::{
     ChmodRequest, Entry, FileChunk, MkdirRequest, PathRequest, ReadFileRequest, RemoveRequest, RenameRequest,
     SymlinkRequest, WriteChunk, WriteHeader, guest_client::GuestClient,
@@ -24,12 +25,9 @@ use tonic::{Status, Streaming, transport::Channel};
 /// Longest path that is passed on, as in Linux.
 const PATH_MAX: usize = 4096;
 
-impl Node {
-    /// Opens a file for reading.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
+#[async_trait]
+impl Files for Node {
+    async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
         let path = checked(path)?;
         let using = self.inner.begin(id).await?;
         let held = using.live.guest.stream()?;
@@ -44,11 +42,7 @@ impl Node {
         Ok(Reading { size, mode, chunks: contents(using, held, first, stream) })
     }
 
-    /// Writes a file. Makes missing parents; the old file stays until the new one is whole.
-    ///
-    /// # Errors
-    /// 400, 409, 507.
-    pub async fn write_file(
+    async fn write_file(
         &self,
         id: SandboxId,
         path: &str,
@@ -73,11 +67,7 @@ impl Node {
         }
     }
 
-    /// What is in a directory, sorted by name.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
+    async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
         let listed = using.call(request, |mut guest, request| async move { guest.list_dir(request).await });
@@ -86,62 +76,38 @@ impl Node {
         Ok(entries)
     }
 
-    /// One entry; a symlink is not followed.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
+    async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
         let found = using.call(request, |mut guest, request| async move { guest.stat(request).await });
         found.await.map(entry)
     }
 
-    /// Makes a directory.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> {
+    async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> {
         let mode = mode(change.mode.as_deref())?.unwrap_or(0o755);
         let request = MkdirRequest { path: checked(&change.path)?, parents: change.recursive, mode };
         self.change(id, request, |mut guest, request| async move { guest.mkdir(request).await }).await
     }
 
-    /// Renames.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn rename(&self, id: SandboxId, change: FsChange) -> Result<()> {
+    async fn rename(&self, id: SandboxId, change: FsChange) -> Result<()> {
         let from = change.from.ok_or_else(|| Error::Invalid("from is required: the old path".into()))?;
         let request = RenameRequest { from: checked(&from)?, to: checked(&change.path)? };
         self.change(id, request, |mut guest, request| async move { guest.rename(request).await }).await
     }
 
-    /// Removes.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> {
+    async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> {
         let request = RemoveRequest { path: checked(&change.path)?, recursive: change.recursive };
         self.change(id, request, |mut guest, request| async move { guest.remove(request).await }).await
     }
 
-    /// Changes permissions.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn chmod(&self, id: SandboxId, change: FsChange) -> Result<()> {
+    async fn chmod(&self, id: SandboxId, change: FsChange) -> Result<()> {
         let mode = mode(change.mode.as_deref())?
             .ok_or_else(|| Error::Invalid("mode is required: octal text such as \"0755\"".into()))?;
         let request = ChmodRequest { path: checked(&change.path)?, mode };
         self.change(id, request, |mut guest, request| async move { guest.chmod(request).await }).await
     }
 
-    /// Makes a symbolic link.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> {
+    async fn symlink(&self, id: SandboxId, change: FsChange) -> Result<()> {
         let target = change
             .target
             .ok_or_else(|| Error::Invalid("target is required: where the link points".into()))?;
@@ -151,7 +117,9 @@ impl Node {
         let request = SymlinkRequest { target: target.into(), link: checked(&change.path)? };
         self.change(id, request, |mut guest, request| async move { guest.symlink(request).await }).await
     }
+}
 
+impl Node {
     async fn change<R, T, F>(
         &self,
         id: SandboxId,

@@ -4,7 +4,6 @@
 //! sees of it.
 
 mod admission;
-mod api;
 mod dial;
 mod error;
 mod events;

@@ -1,10 +1,13 @@
 //! Ports that something in a sandbox listens on.
 
 use crate::{
+    dial,
     error::{Error, Result},
     guest::{plain, refusal},
     node::Node,
 };
+use async_trait::async_trait;
+use keiki_api::{Dialed, Ports};
 use keiki_protocol::guest::{ListPortsRequest, ListeningPort};
 use keiki_types::{SandboxId, api::Port};
 use tonic::Code;
@@ -12,12 +15,9 @@ use tonic::Code;
 /// More than a guest has any reason to tell of.
 const MOST: usize = 1024;
 
-impl Node {
-    /// TCP ports that something listens on, by number. Wakes the sandbox.
-    ///
-    /// # Errors
-    /// 404, 409.
-    pub async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
+#[async_trait]
+impl Ports for Node {
+    async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
         let using = self.inner.begin(id).await?;
         let found = using
             .live
@@ -37,6 +37,13 @@ impl Node {
             )),
             Err(status) => Err(using.explain(refusal(&status)).await),
         }
+    }
+
+    async fn dial(&self, id: SandboxId, port: u16) -> Result<Dialed> {
+        if port == 0 {
+            return Err(Error::Invalid("port must be from 1 to 65535, not 0".into()));
+        }
+        dial::dial(self.inner.begin(id).await?, port).await
     }
 }
 

@@ -8,9 +8,10 @@ use crate::{
     sandbox::Use,
     upload,
 };
+use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
-use keiki_api::Unpacking;
+use keiki_api::{Trees, Unpacking};
 use keiki_protocol::guest::{PathRequest, UnpackChunk, WatchEvent, WatchRequest};
 use keiki_types::{
     SandboxId,
@@ -19,12 +20,9 @@ use keiki_types::{
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Streaming;
 
-impl Node {
-    /// What is at a path, as a tar stream with its last name on top.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn pack(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
+#[async_trait]
+impl Trees for Node {
+    async fn pack(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
         let request = PathRequest { path: checked(path)? };
         let using = self.inner.begin(id).await?;
         let held = using.live.guest.stream()?;
@@ -38,11 +36,7 @@ impl Node {
         }
     }
 
-    /// Unpacks a tar stream into a directory.
-    ///
-    /// # Errors
-    /// 400 also if the archive is refused, 404, 409, 507 if it does not fit.
-    pub async fn unpack(
+    async fn unpack(
         &self,
         id: SandboxId,
         path: &str,
@@ -70,11 +64,7 @@ impl Node {
         }
     }
 
-    /// What changes at or below a path from now on.
-    ///
-    /// # Errors
-    /// 400, 404, 409.
-    pub async fn watch(
+    async fn watch(
         &self,
         id: SandboxId,
         path: &str,

@@ -4,7 +4,7 @@
 //! restart of the node or a hibernation loses none.
 
 use super::{
-    InGuest,
+    Checked, EVENTS_AHEAD, InGuest,
     pump::{self, Pump, SIGKILL, START_LIMIT},
     spec,
 };
@@ -15,30 +15,46 @@ use crate::{
     sandbox::Use,
     upload,
 };
+use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream::BoxStream};
-use keiki_api::{Control, ReadFrom, Session, request, rfc3339};
+use keiki_api::{Commands, Control, ReadFrom, Session, request, rfc3339};
 use keiki_protocol::guest::{
     ExecInfo, ForgetRequest, InputChunk, ListExecsRequest, SignalRequest, exec_event::Event,
 };
 use keiki_types::{
     SandboxId,
-    api::execs::{Exec, Signal, StartExec},
+    api::{
+        ExecRequest,
+        execs::{Exec, Signal, StartExec},
+    },
 };
 use std::sync::Arc;
 use time::OffsetDateTime;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Words of a command line that are shown.
 const SHOWN_WORDS: usize = 256;
 
-impl Node {
-    /// Starts a command that goes on without its caller.
-    ///
-    /// # Errors
-    /// 400 also if it cannot be started, 404, 409.
-    pub async fn start_exec(&self, id: SandboxId, request: StartExec) -> Result<Exec> {
+#[async_trait]
+impl Commands for Node {
+    async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
+        let Checked { mut spec, stdin } = spec(request, pty)?;
+        // A terminal may be left and come back to.
+        spec.keep = pty.is_some();
+        let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
+        let (send, events) = mpsc::channel(EVENTS_AHEAD);
+        let (tell, started) = oneshot::channel();
+        let control = Arc::clone(&session) as Arc<dyn Control>;
+        let exec = session.id.clone();
+        // On its own: a caller who leaves before the guest has answered must not leave the command behind.
+        tokio::spawn(Pump { session, send, offsets: [0, 0] }.begin(spec, stdin, tell));
+        started.await.map_err(|cause| Error::internal("the command was given up", cause))??;
+        Ok(Session { id: exec, offsets: [0, 0], events: ReceiverStream::new(events).boxed(), control })
+    }
+
+    async fn start_exec(&self, id: SandboxId, request: StartExec) -> Result<Exec> {
         let StartExec { command, stdin_open, pty } = request;
         let mut checked = spec(command, pty.map(|size| (size.cols, size.rows)))?;
         let all = checked.stdin.take();
@@ -73,28 +89,15 @@ impl Node {
         started.await.map_err(|cause| Error::internal("the command was given up", cause))?
     }
 
-    /// All commands that the guest knows, oldest first.
-    ///
-    /// # Errors
-    /// 404, 409.
-    pub async fn execs(&self, id: SandboxId) -> Result<Vec<Exec>> {
+    async fn execs(&self, id: SandboxId) -> Result<Vec<Exec>> {
         list(&self.inner.begin(id).await?).await
     }
 
-    /// One of them.
-    ///
-    /// # Errors
-    /// 404, 409.
-    pub async fn get_exec(&self, id: SandboxId, exec: &str) -> Result<Exec> {
+    async fn get_exec(&self, id: SandboxId, exec: &str) -> Result<Exec> {
         get(&self.inner.begin(id).await?, exec).await
     }
 
-    /// Reads a command. Whoever read it until now is told so and no longer does, except the caller who started a
-    /// command that ends with them: that one keeps it. Dropping the events leaves the command as it is.
-    ///
-    /// # Errors
-    /// 400 if an offset is beyond what there is, 404, 409.
-    pub async fn attach_exec(&self, id: SandboxId, exec: &str, from: ReadFrom) -> Result<Session> {
+    async fn attach_exec(&self, id: SandboxId, exec: &str, from: ReadFrom) -> Result<Session> {
         let session = Arc::new(InGuest::new(exec, self.inner.begin(id).await?, false)?);
         let offsets = match from {
             ReadFrom::Offsets(offsets) => offsets,
@@ -112,29 +115,21 @@ impl Node {
             Ok(stream) => stream,
             Err(status) => return Err(session.using.explain(refusal(&status)).await),
         };
-        let (send, events) = mpsc::channel(super::EVENTS_AHEAD);
+        let (send, events) = mpsc::channel(EVENTS_AHEAD);
         let control = Arc::clone(&session) as Arc<dyn Control>;
         let exec = session.id.clone();
         tokio::spawn(Pump { session, send, offsets }.run(stream));
         Ok(Session { id: exec, offsets, events: ReceiverStream::new(events).boxed(), control })
     }
 
-    /// Sends a signal to every process of a command.
-    ///
-    /// # Errors
-    /// 400 if there is no such signal, 404, 409 if it has ended.
-    pub async fn signal_exec(&self, id: SandboxId, exec: &str, signal: Signal) -> Result<()> {
+    async fn signal_exec(&self, id: SandboxId, exec: &str, signal: Signal) -> Result<()> {
         let signal = request::signal(&signal)?;
         let using = self.inner.begin(id).await?;
         let request = SignalRequest { id: exec.into(), signal, whole_group: true };
         using.call(request, |mut guest, request| async move { guest.signal(request).await }).await.map(drop)
     }
 
-    /// Writes to a command's standard input; `eof` ends it. Returns what was taken.
-    ///
-    /// # Errors
-    /// 404, 409 if it has no open input.
-    pub async fn write_exec(
+    async fn write_exec(
         &self,
         id: SandboxId,
         exec: &str,
@@ -157,11 +152,7 @@ impl Node {
         }
     }
 
-    /// Kills what still runs of a command and forgets it.
-    ///
-    /// # Errors
-    /// 404, 409.
-    pub async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
+    async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
         let using = self.inner.begin(id).await?;
         let request = ForgetRequest { id: exec.into() };
         using.call(request, |mut guest, request| async move { guest.forget(request).await }).await.map(drop)

@@ -8,10 +8,15 @@ use crate::{
     records::SnapshotRecord,
     sandbox::Live,
 };
-use futures::{Stream, StreamExt, stream};
+use async_trait::async_trait;
+use futures::{
+    Stream, StreamExt,
+    stream::{self, BoxStream},
+};
+use keiki_api::{Host, Previews, Secret};
 use keiki_types::{
     SandboxId, Status,
-    api::{Event, MemoryUse},
+    api::{Event, MemoryUse, Version},
 };
 use std::{
     fs,
@@ -57,12 +62,31 @@ fn add(a: MemoryUse, b: MemoryUse) -> MemoryUse {
     }
 }
 
-impl Node {
-    /// Everything that is counted and measured, as text for Prometheus.
-    ///
-    /// # Errors
-    /// 500.
-    pub async fn metrics(&self) -> Result<String> {
+#[async_trait]
+impl Host for Node {
+    fn version(&self) -> Version {
+        Version { version: env!("CARGO_PKG_VERSION").into(), engine: self.inner.engine_version.clone() }
+    }
+
+    fn authorize(&self, key: Option<&str>) -> Result<()> {
+        let keys = &self.inner.config.api_keys;
+        let same = |known: &String| {
+            // As long for a near miss as for a far one.
+            let key = key.unwrap_or_default().as_bytes();
+            known.len() == key.len() && known.bytes().zip(key).fold(0, |diff, (a, b)| diff | (a ^ b)) == 0
+        };
+        if self.inner.trusts_all || keys.iter().any(same) { Ok(()) } else { Err(Error::Unauthorized) }
+    }
+
+    fn previews(&self) -> Previews {
+        self.inner.previews.clone()
+    }
+
+    fn request_key(&self) -> Secret {
+        self.inner.request_key
+    }
+
+    async fn metrics(&self) -> Result<String> {
         let inner = &self.inner;
         let sandboxes = inner.sandboxes();
         let states: Vec<Status> = sandboxes.iter().map(|sandbox| sandbox.record().status).collect();
@@ -93,12 +117,7 @@ impl Node {
         Ok(inner.metrics.text(&now))
     }
 
-    /// What happened after `since`, oldest first; without it, the last events. Of one sandbox, also one that is gone,
-    /// or of all.
-    ///
-    /// # Errors
-    /// 404 for a sandbox that is not there and has left no events.
-    pub async fn events(
+    async fn events(
         &self,
         of: Option<SandboxId>,
         since: Option<u64>,
@@ -108,19 +127,17 @@ impl Node {
         self.inner.events.list(of, since, limit.unwrap_or(MOST).min(MOST)).await
     }
 
-    /// The same, and what comes.
-    ///
-    /// # Errors
-    /// As [`Node::events`].
-    pub async fn follow_events(
+    async fn follow_events(
         &self,
         of: Option<SandboxId>,
         since: Option<u64>,
-    ) -> Result<stream::BoxStream<'static, Event>> {
+    ) -> Result<BoxStream<'static, Event>> {
         self.known(of).await?;
         Ok(ending_with_its_sandbox(of, self.inner.events.follow(of, since)).boxed())
     }
+}
 
+impl Node {
     async fn known(&self, of: Option<SandboxId>) -> Result<()> {
         let Some(id) = of else { return Ok(()) };
         if self.inner.sandbox(id).is_ok() || !self.inner.events.list(of, None, 1).await?.is_empty() {
