@@ -1,4 +1,4 @@
-//! Numbers out of the bytes that a fuzzer gives. At the end there are zeroes.
+//! Numbers from the bytes of a fuzzer. After their end they are zeroes.
 
 pub struct Bytes<'a>(pub &'a [u8]);
 

@@ -1,5 +1,5 @@
-//! Packets that nobody sent: read as a request and as a reply, as they are and with a header that fits. What is understood
-//! is written again as it was read.
+//! Decodes arbitrary packets as a request and as a reply, unchanged and with a valid header. A
+//! decoded message encodes to the same message again.
 
 use keiki_control::packet::{decode_reply, decode_request, encode_reply, encode_request};
 

@@ -1,5 +1,5 @@
-//! A driver that does anything: registers, descriptors, rings, freezes and thaws in any order. The device survives, comes
-//! to rest, and works after a reset.
+//! A hostile driver: registers, descriptors, rings, freezes and thaws in any order. The device
+//! survives, comes to rest, and works after a reset.
 
 use super::bytes::Bytes;
 use super::{

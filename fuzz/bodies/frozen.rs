@@ -1,5 +1,5 @@
-//! State files that nobody wrote: as they are, and with the length and the checksum put right, so that the parts are reached.
-//! What is taken is written again, and that is read.
+//! Reads arbitrary state files, unchanged and with a correct length and checksum, so that their
+//! parts are reached. An accepted file is written and read again.
 
 use keiki_vmm::frozen::Frozen;
 

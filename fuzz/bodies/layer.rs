@@ -1,5 +1,5 @@
-//! Disk layers that nobody wrote: a good one with bytes changed, and whatever the fuzzer makes, read whole below an empty
-//! top. Reading ends with bytes or an error.
+//! Reads arbitrary disk layers below an empty top: a good one with changed bytes, and the fuzzer's
+//! own. Reading ends with bytes or an error.
 
 use super::bytes::Bytes;
 use super::machine::{DISK, file};

@@ -1,4 +1,4 @@
-//! A device of each kind, with backends that need no path and no privilege.
+//! A device of each kind, with backends that need neither a path nor a privilege.
 
 use super::overlay::empty_overlay;
 use keiki_devices::{

@@ -1,4 +1,5 @@
-//! What the fuzz targets do with their bytes. `crates/devices/tests/seeds.rs` does the same without a fuzzer.
+//! What the fuzz targets do with their bytes. `crates/devices/tests/seeds.rs` does the same without
+//! a fuzzer.
 #![allow(dead_code)]
 
 mod bytes;

@@ -1,7 +1,8 @@
-//! An empty overlay: what fuzz targets and the monitor's tests write to, where no `qemu-img` need be.
+//! An empty overlay for fuzz targets and the tests of the monitor, which then need no `qemu-img`.
 
-/// For a disk of so many bytes: header, table of reference counts, one block of them, and the first table of mappings, in a
-/// cluster each. It maps nothing, and its first table has one entry: enough for 512 MiB.
+/// An overlay for a disk of this size: header, table of reference counts, one block of them, and the first
+/// table of mappings, in a cluster each. It maps nothing, and its first table has one entry: enough
+/// for 512 MiB.
 pub fn empty_overlay(disk: u64) -> Vec<u8> {
     const CLUSTER: usize = 1 << 16;
     let mut bytes = vec![0; 4 * CLUSTER];

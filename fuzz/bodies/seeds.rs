@@ -1,5 +1,5 @@
-//! A fuzz target without a fuzzer: every seed of `fuzz/seeds`, and a few thousand mutations of them that are the same each
-//! time. Others, or more, by hand: `KEIKI_FUZZ_SEED`, `KEIKI_FUZZ_ROUNDS`.
+//! A fuzz target without a fuzzer: every seed of `fuzz/seeds`, and a few thousand mutations of them
+//! that are the same each time. Others, or more, by hand: `KEIKI_FUZZ_SEED`, `KEIKI_FUZZ_ROUNDS`.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! States that nobody saved, given to each device. They are taken or refused, with a sentence.
+//! Restores arbitrary states in each device. A device accepts them or refuses them with a sentence.
 
 use super::{
     machine,

@@ -1,4 +1,4 @@
-//! Fuzzes disk layers that nobody wrote. `scripts/fuzz.sh layer`
+//! Fuzzes disk layers. `scripts/fuzz.sh layer`
 #![no_main]
 
 #[path = "../bodies/mod.rs"]

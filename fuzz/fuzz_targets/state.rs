@@ -1,4 +1,4 @@
-//! Fuzzes device states that nobody saved. `scripts/fuzz.sh state`
+//! Fuzzes device states. `scripts/fuzz.sh state`
 #![no_main]
 
 #[path = "../bodies/mod.rs"]

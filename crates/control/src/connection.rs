@@ -23,21 +23,19 @@ use std::{
     time::Duration,
 };
 
-/// How long one side waits until the other takes a packet: each has at most one to take.
+/// How long one side waits for the other to take a packet.
 const SEND: Duration = Duration::from_secs(10);
-/// Connections that wait to be accepted.
 const BACKLOG: i32 = 8;
 
 /// The node's end.
 #[derive(Debug)]
 pub struct Client(OwnedFd);
 
-/// A reply and who sent it.
 #[derive(Debug)]
 pub struct Answer {
     /// The reply; never [`Reply::Failed`].
     pub reply: Reply,
-    /// Process id of the sender, by the kernel's word. Zero: unknown.
+    /// Process id of the sender, from the kernel. 0 if unknown.
     pub pid: u32,
 }
 
@@ -45,7 +43,7 @@ pub struct Answer {
 #[derive(Debug)]
 pub struct Server(OwnedFd);
 
-/// A listener at `path`, to be passed to a monitor as [`Role::Listener`].
+/// Makes a listener at `path`, which the node passes to a monitor as [`Role::Listener`].
 ///
 /// # Errors
 /// The path may have at most 107 bytes.
@@ -56,7 +54,7 @@ pub fn listen(path: &Path) -> Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The next connection to a listener.
+/// Accepts the next connection to a listener.
 pub fn accept(listener: impl AsFd) -> Result<Server> {
     Server::new(accept_with(listener, SocketFlags::CLOEXEC).map_err(io)?)
 }
@@ -69,7 +67,7 @@ impl Client {
         Self::new(socket)
     }
 
-    /// A new connection, and the end for the monitor.
+    /// Makes a connection. The second part is the end for the monitor.
     pub fn pair() -> Result<(Self, OwnedFd)> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
@@ -78,14 +76,15 @@ impl Client {
     }
 
     fn new(socket: OwnedFd) -> Result<Self> {
-        // The kernel says who sent a reply: what a monitor says of itself is not to be believed.
+        // The kernel tells who sent a reply. What a monitor says about itself is not trusted.
         set_socket_passcred(&socket, true).map_err(io)?;
         set_socket_timeout(&socket, Timeout::Send, Some(SEND)).map_err(io)?;
         Ok(Self(socket))
     }
 
-    /// Asks, and waits for the answer at most `patience`. After an error other than [`ControlError::Failed`] the
-    /// connection is of no use: an answer may still come that belongs to no later request.
+    /// Sends a request and waits for its answer, `patience` at most. After an error other than
+    /// [`ControlError::Failed`] the connection must not be used again: a late answer would be taken
+    /// for that of a later request.
     ///
     /// # Errors
     /// [`ControlError::Failed`] if the monitor refused; otherwise the message did not get through.
@@ -99,8 +98,8 @@ impl Client {
         self.answer(patience)
     }
 
-    /// Asks only. Several thaws may be under way at once, since each copy answers for itself: as many answers come, in
-    /// any order, and [`crate::Thawed::generation`] says which is which.
+    /// Sends a request without waiting. Several thaws may be under way at once: each copy answers
+    /// for itself, in any order, and [`crate::Thawed::generation`] tells the answers apart.
     pub fn ask(&mut self, request: &Request, descriptors: &[(Role, BorrowedFd<'_>)]) -> Result<()> {
         let roles: Vec<_> = descriptors.iter().map(|(role, _)| *role).collect();
         let files: Vec<_> = descriptors.iter().map(|(_, file)| *file).collect();
@@ -110,7 +109,7 @@ impl Client {
 
     /// Waits for an answer.
     pub fn answer(&mut self, patience: Duration) -> Result<Answer> {
-        // Zero would mean: without end.
+        // Zero would mean no limit.
         let patience = patience.max(Duration::from_millis(1));
         set_socket_timeout(&self.0, Timeout::Recv, Some(patience)).map_err(io)?;
         let packet = receive(&self.0)?;
@@ -125,17 +124,17 @@ impl Client {
 }
 
 impl Server {
-    /// Of a connected socket: one end of a pair, or an accepted connection.
+    /// Uses a connected socket: one end of a pair, or an accepted connection.
     pub fn new(socket: OwnedFd) -> Result<Self> {
         set_socket_timeout(&socket, Timeout::Send, Some(SEND)).map_err(io)?;
         Ok(Self(socket))
     }
 
-    /// The next request; waits for it. None: the node has closed the connection.
+    /// Waits for the next request. None: the node has closed the connection.
     ///
     /// # Errors
-    /// This answers a request that it cannot understand. The connection stays usable unless the error is
-    /// [`ControlError::Io`].
+    /// This answers a request that it cannot understand. The connection stays usable unless the
+    /// error is [`ControlError::Io`].
     pub fn receive(&mut self) -> Result<Option<(Request, Descriptors)>> {
         let packet = match receive(&self.0) {
             Err(ControlError::Closed) => return Ok(None),
@@ -219,7 +218,7 @@ fn receive(socket: &OwnedFd) -> Result<Packet> {
             RecvAncillaryMessage::ScmCredentials(sender) => {
                 packet.pid = sender.pid.as_raw_pid().unsigned_abs()
             }
-            _ => return malformed("it carries what is no descriptor"),
+            _ => return malformed("it carries something other than descriptors"),
         }
     }
     if received.flags.contains(ReturnFlags::TRUNC) {
@@ -228,7 +227,7 @@ fn receive(socket: &OwnedFd) -> Result<Packet> {
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return malformed(format!("it has more than {MAX_DESCRIPTORS} descriptors"));
     }
-    // Nobody sends an empty packet, and the end of the connection looks like one.
+    // The end of the connection looks like an empty packet, which neither side ever sends.
     if packet.bytes.is_empty() && packet.files.is_empty() { Err(ControlError::Closed) } else { Ok(packet) }
 }
 

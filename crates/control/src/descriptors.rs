@@ -3,7 +3,7 @@
 use crate::{ControlError, Request, Result, Role};
 use std::os::fd::OwnedFd;
 
-/// The descriptors of a request, checked against what it wants.
+/// The descriptors of a request, checked against [`Request::wants`].
 #[derive(Debug)]
 pub struct Descriptors {
     request: &'static str,
@@ -11,7 +11,6 @@ pub struct Descriptors {
 }
 
 impl Descriptors {
-    /// Pairs roles and descriptors, and checks them.
     pub(crate) fn new(request: &Request, roles: Vec<Role>, files: Vec<OwnedFd>) -> Result<Self> {
         if roles.len() != files.len() {
             return Err(ControlError::Malformed(format!(
@@ -25,18 +24,19 @@ impl Descriptors {
         Ok(Self { request: request.name(), entries: roles.into_iter().zip(files).collect() })
     }
 
-    /// The one of this role.
+    /// Takes the descriptor of this role.
     pub fn take(&mut self, role: Role) -> Result<OwnedFd> {
         self.take_if_any(role).ok_or(ControlError::Missing { request: self.request, role })
     }
 
-    /// The one of this role, if there is one.
+    /// Takes the descriptor of this role, if there is one.
     pub fn take_if_any(&mut self, role: Role) -> Option<OwnedFd> {
         let index = self.entries.iter().position(|(entry, _)| *entry == role)?;
         Some(self.entries.remove(index).1)
     }
 
-    /// Refuses what nobody took of further disks: it is of one that is not there, or cannot be written.
+    /// Refuses descriptors of further disks that were not taken: their disk does not exist, or is
+    /// read-only.
     pub fn no_other_disks(&self) -> Result<()> {
         let of_disk = |role: &Role| matches!(role, Role::DiskLayer(_) | Role::DiskTop(_));
         match self.entries.iter().find(|(role, _)| of_disk(role)) {
@@ -48,7 +48,7 @@ impl Descriptors {
         }
     }
 
-    /// All of this role, in the order sent.
+    /// Takes all descriptors of this role, in the order sent.
     pub fn take_all(&mut self, role: Role) -> Vec<OwnedFd> {
         let (taken, rest) =
             std::mem::take(&mut self.entries).into_iter().partition(|(entry, _)| *entry == role);
@@ -58,7 +58,7 @@ impl Descriptors {
     }
 }
 
-/// Does a request with descriptors of these roles have what it wants, and no other?
+/// Checks that a request with descriptors of these roles has what it wants, and no more.
 pub(crate) fn check(request: &Request, roles: &[Role]) -> Result<()> {
     let count = |role| roles.iter().filter(|other| **other == role).count();
     let most = |role| request.wants().iter().find(|want| want.role == role).map_or(0, |want| want.most);

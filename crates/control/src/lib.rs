@@ -1,4 +1,4 @@
-//! What a node and a monitor say to each other over the control socket (RFD 006).
+//! The messages between node and monitor over the control socket (RFD 006).
 //!
 //! ```text
 //!   node                                               keiki-vmm
@@ -6,18 +6,19 @@
 //!                                     <── packet ──    Server::answer
 //! ```
 //!
-//! A packet of a `SOCK_SEQPACKET` socket is one message: a header that never changes ([`packet`]), then postcard.
-//! One request, one reply, and only the node asks. Descriptors travel with requests alone, each with the [`Role`]
-//! that says what it is; [`Request::wants`] says which roles a request must and may have, and a request with others
-//! is refused before anybody sees it. Nothing received outlives an error: every descriptor is closed, and all are
-//! close-on-exec.
+//! A packet of a `SOCK_SEQPACKET` socket is one message: a header that never changes ([`packet`]),
+//! then postcard. Each request has one reply, and only the node asks. Only requests carry
+//! descriptors, each with the [`Role`] that says what it is. [`Request::wants`] lists the roles
+//! that a request must and may have. A request with other roles is refused before it reaches the
+//! monitor. An error closes every received descriptor, and all of them are close-on-exec.
 //!
-//! How long a monitor lives depends on what it is. A blank and a zygote hold one end of a socket pair and end with
-//! it: nothing of them is left when the node goes. A machine holds a listener that the node made for it at a path,
-//! and goes on; a later node process connects to the same path.
+//! How long a monitor lives depends on what it is. A blank and a zygote hold one end of a socket
+//! pair and end when the node closes the other. A machine outlives the node: it holds a listener
+//! that the node made at a path, and a later node process connects to the same path.
 //!
-//! A machine that cannot go on, or whose guest has ended, appends a line that begins with [`EXIT_REASON`] to its console
-//! log before its process ends: the node that reads it need not be its parent, so there is no exit status to read.
+//! A machine that cannot continue, or whose guest has ended, appends a line that starts with
+//! [`EXIT_REASON`] to its console log before it exits. The node that reads it may not be its
+//! parent, so it cannot read an exit status.
 
 mod connection;
 mod descriptors;

@@ -5,28 +5,28 @@ use keiki_sys::stopwatch::Steps;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// What the node asks for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Who is there? Answered in every stage with [`Reply::Hello`].
+    /// Which stage is the monitor in? Answered in every stage with [`Reply::Hello`].
     Hello,
     /// Blank: start a machine from its kernel. Answered with [`Reply::Done`] once its vCPUs run.
     Boot(Boot),
     /// Blank: become a zygote of stored files. Answered with [`Reply::Done`].
     Load(Load),
-    /// Machine: park the vCPUs. Parked already: done.
+    /// Machine: park the vCPUs. No effect if they are parked.
     Pause,
-    /// Machine: let the vCPUs run. Running already: done.
+    /// Machine: let the vCPUs run. No effect if they run.
     Resume,
-    /// Machine: fork a zygote off and go on, on a new top layer. A paused machine stays paused.
+    /// Machine: fork a zygote and continue on a new top layer. A paused machine stays paused.
     Freeze,
-    /// Zygote: fork a machine off. Its vCPUs run when [`Reply::Thawed`] comes, which the copy sends. With a connection
-    /// for the copy, it answers there, and the zygote answers [`Reply::Done`] as soon as it has forked.
+    /// Zygote: fork a machine. The copy answers [`Reply::Thawed`] once its vCPUs run. If the
+    /// request has a connection for the copy, the copy answers there, and the zygote answers
+    /// [`Reply::Done`] as soon as it has forked.
     Thaw(Thaw),
-    /// Zygote: write memory and state. A copy does that, and answers as one that is thawed does.
+    /// Zygote: write memory and state. A copy does that, and answers like a thawed copy.
     Persist,
-    /// Machine: read these lower layers, bottom first, instead of those below the top: of each disk that layers are sent for.
-    /// Same contents.
+    /// Machine: replace the layers below the top, of each disk that layers are sent for. They come
+    /// bottom first and have the same contents.
     Layers,
 }
 
@@ -36,22 +36,23 @@ pub struct Shape {
     pub memory_mib: u32,
 }
 
-/// What differs between users of the monitor in the devices a guest has. Their order never does; further disks come behind
-/// all others.
+/// What the node chooses about devices. Their order is fixed; further disks come last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Devices {
-    /// Of the network device, which is there also without a tap.
+    /// Address of the network device, which exists even without a tap.
     pub mac: [u8; 6],
     /// Name of the console port that the agent opens.
     pub agent_port: String,
-    /// Disks besides the root disk, at most [`crate::MAX_DISKS`], in the order in which the guest finds them.
+    /// Disks besides the root disk, at most [`crate::MAX_DISKS`], in the order in which the guest
+    /// finds them.
     pub disks: Vec<Disk>,
 }
 
-/// A disk besides the root disk. Its files come with [`Role::DiskLayer`] and [`Role::DiskTop`] of its number.
+/// A disk besides the root disk. Its files come with [`Role::DiskLayer`] and [`Role::DiskTop`] of
+/// its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Disk {
-    /// It has no top: the guest can only read it.
+    /// It has no top layer.
     pub read_only: bool,
 }
 
@@ -66,15 +67,15 @@ pub struct Boot {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Load {
-    /// What the state must be of.
+    /// The shape that the state must have.
     pub shape: Shape,
-    /// BLAKE3 that the state file must have.
+    /// BLAKE3 of the state file.
     pub digest: [u8; 32],
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Thaw {
-    /// VM generation ID, of this copy alone.
+    /// VM generation ID, unique to this copy.
     pub generation: [u8; 16],
 }
 
@@ -87,33 +88,33 @@ pub enum Reply {
     Frozen(Frozen),
     /// To [`Request::Thaw`].
     Thawed(Thawed),
-    /// To [`Request::Persist`]. A copy that answers on a connection of its own says [`Reply::Done`] first, as it begins.
+    /// To [`Request::Persist`]. A copy with its own connection also answers [`Reply::Done`] when it
+    /// begins.
     Persisted(Persisted),
-    /// Not done, and nothing changed.
+    /// The request failed and changed nothing.
     Failed {
         kind: FailureKind,
-        /// One sentence for people.
+        /// For people.
         sentence: String,
     },
 }
 
-/// Kinds of failure, as far as the node does something different for each.
+/// Kinds of failure that the node treats differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FailureKind {
-    /// Not in this stage, or the message is wrong.
+    /// The message is wrong, or not for this stage.
     Invalid,
-    /// The files are damaged, of another version, or of another processor.
+    /// The files are damaged, or belong to another version or processor.
     Refused,
-    /// No room on the store.
+    /// The store is full.
     NoSpace,
-    /// The host: memory, KVM, descriptors.
+    /// The host failed: memory, KVM, descriptors.
     Host,
 }
 
-/// What a monitor is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
-    /// Started, and nothing in it.
+    /// Started, without a machine.
     Blank,
     /// Runs or is paused.
     Machine,
@@ -121,19 +122,19 @@ pub enum Stage {
     Zygote,
 }
 
-/// Who is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     pub stage: Stage,
-    /// A machine whose vCPUs are parked by request.
+    /// The vCPUs of this machine are parked by request.
     pub paused: bool,
-    /// How many forks lie between it and the process that was executed.
+    /// Number of forks since the process that was executed.
     pub generation: u32,
-    /// Lower layers of its root disk: tells after a crash of the node whether a freeze had come to its end.
+    /// Number of lower layers of the root disk. After a crash of the node it tells whether a freeze
+    /// was complete.
     pub layers: u32,
 }
 
-/// A part of the work and what it took.
+/// A step of an operation and the time it took.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     pub name: String,
@@ -148,27 +149,25 @@ impl Step {
     }
 }
 
-/// A zygote was made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frozen {
     /// Process id of the zygote.
     pub pid: u32,
-    /// From the vCPUs parked to the vCPUs running again.
+    /// Time from the vCPUs parked to the vCPUs running again.
     pub vcpu_pause_ns: u64,
     pub steps: Vec<Step>,
 }
 
-/// A machine was made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Thawed {
     /// Process id of the machine.
     pub pid: u32,
-    /// That of the request: which of several thaws this is.
+    /// The generation of the request: tells which of several thaws this is.
     pub generation: [u8; 16],
     pub steps: Vec<Step>,
 }
 
-/// Memory and state are written, not flushed: that is left to the node, which has the files too.
+/// Memory and state are written, not flushed: the node flushes them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Persisted {
     /// Pages written over the base.
@@ -182,7 +181,6 @@ pub struct Persisted {
 }
 
 impl Request {
-    /// For messages to people.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -198,7 +196,7 @@ impl Request {
         }
     }
 
-    /// Which descriptors come with it.
+    /// The descriptors that the request must and may have.
     #[must_use]
     pub fn wants(&self) -> Vec<Want> {
         const fn one(role: Role) -> Want {
@@ -209,7 +207,7 @@ impl Request {
         }
         const LAYERS: Want = Want { role: Role::Layer, least: 1, most: MAX_LAYERS };
         const TAP: Want = maybe(Role::Tap);
-        // Which further disks there are is known to the machine; it refuses what is missing or too much.
+        // Only the machine knows its further disks. It refuses missing and extra descriptors.
         let tops = Role::of_disks(Role::DiskTop).map(maybe);
         let layers = Role::of_disks(Role::DiskLayer).map(|role| Want { role, least: 0, most: MAX_LAYERS });
         let mut wants = match self {

@@ -6,7 +6,8 @@
 //!         u32      u32       (numbers little-endian)
 //! ```
 //!
-//! The header is the same in every version, so each side can tell the version of the other from any packet.
+//! The header is the same in every version, so each side can tell the version of the other from any
+//! packet.
 
 use crate::{ControlError, Reply, Request, Result, Role, VERSION, error::malformed};
 use keiki_sys::frame::{Frame, FrameError, Length};

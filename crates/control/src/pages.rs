@@ -1,25 +1,24 @@
-//! The list of pages that comes as [`crate::Role::Pages`], and that a node keeps of a first run: runs of pages of a memory file.
+//! A list of runs of pages in a memory file: the working set that a node records and sends as
+//! [`crate::Role::Pages`].
 //!
 //! ```text
 //!   first page   u32    number of pages   u32; its highest bit: written, not only read      little-endian
 //! ```
 
-/// Bytes of a run.
 const LEN: usize = 8;
 const WRITTEN: u32 = 1 << 31;
 
-/// Pages of a memory file that lie together.
+/// A run of pages in a memory file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Pages {
     pub first: u32,
-    /// How many, below 2³¹.
+    /// Below 2³¹.
     pub count: u32,
-    /// Not only read.
+    /// Written, not only read.
     pub written: bool,
 }
 
 impl Pages {
-    /// A list of them.
     #[must_use]
     pub fn encode(all: &[Self]) -> Vec<u8> {
         let count = |pages: &Self| pages.count & !WRITTEN | if pages.written { WRITTEN } else { 0 };
@@ -29,7 +28,7 @@ impl Pages {
             .collect()
     }
 
-    /// The reverse, and how many bytes are left over. Any bytes may come.
+    /// The reverse of [`Pages::encode`], and the number of bytes left over. Accepts any bytes.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> (Vec<Self>, usize) {
         let (runs, left) = bytes.as_chunks::<LEN>();

@@ -9,7 +9,6 @@ pub(crate) const MAX_LAYERS: usize = 64;
 /// Most disks besides the root disk.
 pub const MAX_DISKS: usize = 8;
 
-/// What a descriptor is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
     /// `/dev/kvm`.
@@ -20,34 +19,36 @@ pub enum Role {
     Memory,
     /// `vm.state`: read for a load, written for a persist.
     State,
-    /// `/proc/PID/pagemap` of the zygote itself, which it may not open.
+    /// `/proc/PID/pagemap` of the zygote, which may not open it itself.
     Pagemap,
-    /// One end of a socket pair: the control connection of a new zygote, or the one on which a copy answers.
+    /// One end of a socket pair: the control connection of a new zygote, or the connection on which
+    /// a copy answers.
     Control,
-    /// Listening socket: control connections of a new machine.
+    /// Listener for control connections of a new machine.
     Listener,
-    /// An immutable disk layer, read. In the order sent: bottom first, which is raw; the others are qcow2.
+    /// An immutable disk layer. Layers are sent bottom first. The bottom is raw, the others are
+    /// qcow2.
     Layer,
     /// The writable disk layer, qcow2.
     Top,
     /// The tap, with a virtio-net header.
     Tap,
-    /// Listening socket: connections to the agent port, one at a time.
+    /// Listener for connections to the agent port, one at a time.
     Agent,
     /// Console log, read and written.
     Console,
-    /// A pipe: what a copy says on its standard error.
+    /// A pipe for the standard error of a copy.
     Stderr,
-    /// As [`Role::Layer`], of the further disk with this number, counted from 0.
+    /// Like [`Role::Layer`], for the further disk with this number, counted from 0.
     DiskLayer(u8),
-    /// As [`Role::Top`], of that disk. One that is only read has none.
+    /// Like [`Role::Top`], for that disk. A read-only disk has none.
     DiskTop(u8),
-    /// Pages that machines of these files touch first: a list as of [`crate::Pages::encode`].
+    /// The working set of machines of these files, from [`crate::Pages::encode`].
     Pages,
 }
 
 impl Role {
-    /// This role for each further disk that a machine may have.
+    /// The role for each further disk that a machine may have.
     pub(crate) fn of_disks(role: impl Fn(u8) -> Self) -> impl Iterator<Item = Self> {
         (0..u8::MAX).take(MAX_DISKS).map(role)
     }
@@ -78,7 +79,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// How many descriptors of a role a request has.
+/// How many descriptors of a role a request may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Want {
     pub role: Role,

@@ -1,33 +1,32 @@
-//! The command line of a monitor, made by the node and read by the monitor.
+//! The command line of a monitor.
 //!
 //! ```text
 //!   keiki-vmm --control 3 --user 1262000007 --files 256 --tasks 64 --file-bytes 1099511627776 --oom-score 500 MARK
 //! ```
 //!
-//! It is started as root; from these words it makes its jail before it hears anything.
+//! A monitor starts as root. It builds its jail from these arguments before it receives a message.
 
 use std::{ffi::OsString, fmt};
 
-/// What a monitor is started with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
-    /// Number of the descriptor that is its control connection.
+    /// Number of the descriptor of the control connection.
     pub control: i32,
-    /// User and group that it becomes, in a jail. None: it stays what it is, for tests without root.
+    /// User and group in the jail. None: no jail, for tests without root.
     pub user: Option<u32>,
     pub files: u64,
-    /// Most processes and threads of the user: of all relatives together.
+    /// Most processes and threads of the user, all relatives together.
     pub tasks: u64,
     /// Largest file it may write.
     pub file_bytes: u64,
-    /// Added to its score when the host runs out of memory, -1000 to 1000.
+    /// `oom_score_adj`, -1000 to 1000.
     pub oom_score_adj: i16,
-    /// Whose it is, for people who look at the list of processes. Not read by the monitor.
+    /// Tells people who list processes which machine this is. The monitor does not read it.
     pub mark: String,
 }
 
 impl Start {
-    /// Arguments after the program's name.
+    /// The arguments after the name of the program.
     #[must_use]
     pub fn to_args(&self) -> Vec<OsString> {
         let mut args = vec!["--control".to_owned(), self.control.to_string()];
@@ -42,7 +41,7 @@ impl Start {
         args.into_iter().map(OsString::from).collect()
     }
 
-    /// The reverse.
+    /// The reverse of [`Start::to_args`].
     pub fn from_args(args: impl IntoIterator<Item = OsString>) -> Result<Self, BadStart> {
         let mut start = Self {
             control: -1,
@@ -84,7 +83,7 @@ fn put<T: std::str::FromStr>(place: &mut T, text: &str) -> bool {
     text.parse().map(|value| *place = value).is_ok()
 }
 
-/// A command line that is not a monitor's.
+/// The command line is not that of a monitor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadStart(String);
 

@@ -1,7 +1,7 @@
-//! virtio-balloon: memory that the guest does not use goes back to the host.
+//! virtio-balloon: returns unused memory of the guest to the host.
 //!
-//! Two ways: the guest reports ranges that are free (free page reporting), by itself and all the time; or the host sets a
-//! target and the guest gives pages up until it is told otherwise (inflate). How memory is given back is the monitor's
+//! The guest reports free ranges all the time (free page reporting). It may also give up pages
+//! (inflate), but nothing here sets a target for that. The monitor decides how to free memory
 //! ([`Discard`]): over a private mapping of a file, `MADV_DONTNEED` would show the file again.
 
 use crate::{
@@ -13,9 +13,9 @@ use std::io;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::{Address, GuestAddress, GuestMemoryBackend};
 
-/// What gives memory back.
+/// Frees guest memory.
 pub trait Discard: Send {
-    /// Gives back what it can of this range, which is whole pages within RAM. What it gives back reads as zeroes then.
+    /// Frees what it can of this range of whole pages within RAM. Freed memory reads as zeroes.
     fn discard(&self, start: GuestAddress, bytes: u64) -> io::Result<()>;
 }
 
@@ -27,9 +27,10 @@ const PAGE: u64 = 4096;
 const QUEUE_SIZE: u16 = 128;
 const INFLATE: usize = 0;
 const DEFLATE: usize = 1;
-/// Queues are numbered without those that were not agreed on: this is 2 only because there are no statistics.
+/// Queues of features that were not negotiated have no number: this is 2 only because there are no
+/// statistics.
 const REPORT: usize = 2;
-/// Page numbers of one request: what Linux sends, and a few times that.
+/// Most page numbers of one request: a few times what Linux sends.
 const MAX_PAGES: u64 = 1024;
 
 const KIND: &str = "balloon";
@@ -53,12 +54,12 @@ impl Balloon {
         Self { discard, target_pages: 0, actual_pages: 0, reporting: false }
     }
 
-    /// What the guest says it gave up.
+    /// Pages that the guest says it has given up.
     pub fn actual_pages(&self) -> u32 {
         self.actual_pages
     }
 
-    /// Discards the pages that a chain lists by number, those that follow each other at once.
+    /// Discards the pages whose numbers a chain lists. Adjacent pages are discarded at once.
     fn inflate(&self, memory: &Memory, chain: &Chain) -> io::Result<()> {
         let count = (chain.readable_len() / 4).min(MAX_PAGES);
         let mut run: Option<(u64, u64)> = None;
@@ -84,7 +85,7 @@ impl Balloon {
         }
     }
 
-    /// Discards the whole pages within a range, if it is within RAM.
+    /// Discards the whole pages of a range, if it is within RAM.
     fn give_back(&self, memory: &Memory, start: GuestAddress, len: u64) -> io::Result<()> {
         let Some(end) = start.checked_add(len) else { return Ok(()) };
         let (first, end) =
@@ -143,7 +144,7 @@ impl VirtioDevice for Balloon {
             let done = match queue {
                 INFLATE => self.inflate(memory, chain),
                 REPORT if reporting => self.report(memory, chain),
-                // What is taken back is there already: it reads as zeroes.
+                // Pages that the guest takes back are there already: they read as zeroes.
                 DEFLATE => Ok(()),
                 _ => Ok(()),
             };
@@ -153,8 +154,8 @@ impl VirtioDevice for Balloon {
             Served::Done(0)
         })?;
         if let Err(error) = result {
-            // The memory stays where it is.
-            rings.warn(format_args!("memory cannot be given back: {error}"));
+            // The guest need not know: the memory is merely not freed.
+            rings.warn(format_args!("memory cannot be freed: {error}"));
         }
         Ok(())
     }
@@ -166,7 +167,7 @@ impl VirtioDevice for Balloon {
 
     fn restore(&mut self, state: &State, features: u64) -> Result<(), StateError> {
         let state: BalloonState = state.unpack(KIND, VERSION)?;
-        // Both are numbers that the guest and its owner choose: nothing is done with them but telling each other.
+        // Both numbers are only shown to the guest, so any value is safe.
         (self.target_pages, self.actual_pages) = (state.target_pages, state.actual_pages);
         self.activate(features);
         Ok(())

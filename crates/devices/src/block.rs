@@ -1,12 +1,12 @@
-//! virtio-blk: a disk of the guest over [`Disk`].
+//! virtio-blk: a [`Disk`] for the guest.
 //!
-//! A chain is parsed whole into a [`Request`], with every number checked against the disk, and only then executed. Data
-//! moves between the file and guest memory without a copy of ours. A request is done when its call returns, on the event
-//! loop, so nothing is ever in flight and a drain has nothing to wait for. A flush is acknowledged when
-//! [`Disk::flush`] says so.
+//! A chain is first parsed whole into a [`Request`], with every number checked against the disk,
+//! and then executed. Data moves between the file and guest memory without a copy of ours. A
+//! request is done when its call on the event loop returns, so nothing is ever in flight and a
+//! drain has nothing to wait for. A flush is acknowledged when [`Disk::flush`] returns.
 //!
-//! A guest that asks for what is not there (beyond the end, on a read-only disk, lengths that are no sectors) gets an
-//! error status and nothing happens.
+//! An invalid request (beyond the end, a write to a read-only disk, lengths that are not whole
+//! sectors) gets an error status and has no effect.
 
 use crate::{
     Memory, State, StateError,
@@ -25,17 +25,17 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
 const SECTOR: u64 = 512;
 const QUEUE_SIZE: u16 = 256;
-/// Pieces of data in one request: what a queue holds, less header and status.
+/// Data segments of a request: the size of the queue without header and status.
 const SEG_MAX: u32 = 254;
-/// Bytes of a piece.
+/// Bytes of a segment.
 const SIZE_MAX: u32 = 1 << 16;
-/// So this is the longest that a driver may ask for.
+/// The longest request of a driver.
 const MAX_DATA: u64 = SEG_MAX as u64 * SIZE_MAX as u64;
 const HEADER: u64 = 16;
-/// One range of a discard or a write of zeroes.
+/// Bytes of one range of a discard or a write of zeroes.
 const RANGE: usize = 16;
 const MAX_RANGES: u32 = 8;
-/// Sectors of a range: 64 MiB, a bound to what one request makes of the tables of a layer.
+/// Sectors of a range, 64 MiB. Bounds how much one request can grow the tables of a layer.
 const MAX_RANGE_SECTORS: u32 = 1 << 17;
 const ID_LEN: usize = 20;
 
@@ -46,7 +46,7 @@ const VERSION: u16 = 1;
 pub struct Block {
     disk: Disk,
     id: String,
-    /// The driver knows of no flush: what it wrote is durable when it is told so.
+    /// The driver does not flush: every write must be durable when it completes.
     write_through: bool,
 }
 
@@ -56,7 +56,7 @@ struct BlockState {
     read_only: bool,
 }
 
-/// What a guest asks for, checked: every range is within the disk.
+/// A checked request of the guest: every range is within the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Request {
     Read { offset: u64, len: u64 },
@@ -74,7 +74,7 @@ struct Range {
     unmap: bool,
 }
 
-/// What the guest is told instead.
+/// Why a request is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refused {
     Invalid,
@@ -82,7 +82,7 @@ enum Refused {
 }
 
 impl Block {
-    /// A device over a disk. The guest can read `id`, 20 bytes of it.
+    /// The guest can read the first 20 bytes of `id`.
     pub fn new(disk: Disk, id: &str) -> Self {
         Self { disk, id: id.into(), write_through: false }
     }
@@ -91,7 +91,7 @@ impl Block {
         &self.disk
     }
 
-    /// The disk, for flushing ahead and changing layers. Between two requests it is consistent at any time.
+    /// The disk, to flush it ahead and to change layers. It is consistent between two requests.
     pub fn disk_mut(&mut self) -> &mut Disk {
         &mut self.disk
     }
@@ -102,7 +102,7 @@ impl Block {
             return Err(Refused::Invalid);
         }
         let (kind, offset) = (le32(&header, 0), self.offset(le64(&header, 8)));
-        // The status byte is not data.
+        // The last writable byte is the status.
         let (input, output) = (chain.writable_len() - 1, chain.readable_len() - HEADER);
         match kind {
             VIRTIO_BLK_T_IN => Ok(Request::Read { offset: self.span(offset, input)?, len: input }),
@@ -121,7 +121,7 @@ impl Block {
         sector.checked_mul(SECTOR)
     }
 
-    /// Whether data of a read or write is whole sectors within the disk.
+    /// Checks that a read or write is whole sectors within the disk. Returns its offset.
     fn span(&self, offset: Option<u64>, len: u64) -> Result<u64, Refused> {
         let offset = offset.ok_or(Refused::Invalid)?;
         let end = offset.checked_add(len).ok_or(Refused::Invalid)?;
@@ -158,13 +158,13 @@ impl Block {
         Ok(ranges)
     }
 
-    /// Number of bytes written to the guest.
+    /// Executes a request. Returns the number of bytes written to guest memory.
     fn execute(&mut self, memory: &Memory, chain: &Chain, request: Request) -> io::Result<u32> {
         match request {
             Request::Read { offset, len } => {
                 let data = volatile(memory, slice(chain.writable(), 0, len)).map_err(io::Error::other)?;
                 self.disk.read(&data, offset)?;
-                // Bounded by MAX_DATA.
+                // At most MAX_DATA.
                 Ok(len as u32)
             }
             Request::Write { offset, len } => {
@@ -195,7 +195,7 @@ impl Block {
         }
     }
 
-    /// Does what a chain asks for. Number of bytes written, and what went wrong on the host.
+    /// Serves a chain. Returns the number of bytes written, and an error of the host.
     fn serve(&mut self, memory: &Memory, chain: &Chain) -> (u32, Option<io::Error>) {
         let Some(status_at) = chain.writable_len().checked_sub(1) else { return (0, None) };
         let parsed = self.parse(memory, chain);
@@ -244,7 +244,7 @@ impl VirtioDevice for Block {
         config.extend(SEG_MAX.to_le_bytes());
         config.extend([0; 4]);
         config.extend((SECTOR as u32).to_le_bytes());
-        // 8 logical blocks make a physical one: 4 KiB, so that guests align what they write.
+        // 8 logical blocks per physical block, which is 4 KiB: guests then align their writes.
         config.extend([3, 0, 0, 0, 0, 0, 0, 0]);
         config.extend([0; 4]);
         let range: [u32; 3] = [MAX_RANGE_SECTORS, MAX_RANGES, (CLUSTER / SECTOR) as u32];
@@ -281,10 +281,10 @@ impl VirtioDevice for Block {
         let state: BlockState = state.unpack(KIND, VERSION)?;
         let bad = |field, why| Err(StateError::Field { kind: KIND, field, why });
         if state.bytes != self.disk.bytes() {
-            return bad("bytes", "is not the size of the disk that was given");
+            return bad("bytes", "is not the size of this disk");
         }
         if state.read_only != self.disk.is_read_only() {
-            return bad("read_only", "is not what the disk that was given is");
+            return bad("read_only", "differs from this disk");
         }
         self.activate(features);
         Ok(())

@@ -1,23 +1,25 @@
-//! virtio-console with one named port: the channel between node and guest agent.
+//! virtio-console with one named port: the channel between the node and the guest agent.
 //!
 //! ```text
-//!   node ── connects ──> listener (a Unix socket, given to us listening)
+//!   node ── connects ──> listener (a Unix socket, already listening)
 //!                           │ one connection at a time; the next waits in the backlog
 //!                           ▼
 //!   receive queue <── bytes ── connection ── bytes <── transmit queue
-//!   control queues: the port is there, its name, the host opened it, the host closed it
+//!   control queues: port added, port name, host opened, host closed
 //! ```
 //!
-//! Bytes wait where they are: with no room in the guest they stay in the socket, with no room in the socket they stay in the
-//! guest's ring. So nothing is unbounded, and a slow side slows the other. While nobody is connected, what the guest
-//! writes is dropped, as by a port whose cable is out.
+//! Bytes wait where they are: if the guest has no room they stay in the socket, and if the socket
+//! has no room they stay in the ring of the guest. So nothing is unbounded, and a slow side slows
+//! the other. Without a connection the output of the guest is dropped, as by a port without a
+//! cable.
 //!
-//! **On thaw** the connection of the frozen machine does not exist: the port is closed towards the guest first, and opened
-//! when the node connects. What the guest had not sent yet is dropped, since it belongs to nobody. The agent finds the
-//! beginning of the new connection by itself.
+//! **After a thaw** the connection of the frozen machine does not exist. The device tells the guest
+//! that the port is closed, and that it is open again when the node connects. Unsent output of the
+//! guest is dropped, because it belonged to the old connection. The agent finds the start of the
+//! new connection itself.
 //!
-//! Messages to the guest are a set, not a queue: each kind waits at most once, so a guest that asks and never listens
-//! makes nothing grow.
+//! Messages to the guest are a set, not a queue: each kind waits at most once, so a guest that asks
+//! and never reads makes nothing grow.
 
 use crate::{
     Memory, State, StateError,
@@ -34,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use std::{io, os::fd::OwnedFd};
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
-/// Feature: several ports, and a control queue.
+/// Feature: several ports and a control queue.
 const F_MULTIPORT: u64 = 1 << 1;
 
 const QUEUE_SIZE: u16 = 128;
@@ -55,15 +57,14 @@ const CONTROL: usize = 8;
 
 const LISTENER: u64 = 0;
 const CONNECTION: u64 = 1;
-/// Bytes moved by one system call.
+/// Bytes per system call.
 const CHUNK: usize = 32 * 1024;
-/// The longest name of a port.
 const MAX_NAME: usize = 64;
 
 const KIND: &str = "console";
 const VERSION: u16 = 1;
 
-/// Messages that wait for room in the control queue, in the order in which they are sent.
+/// Messages that wait for room in the control queue, in sending order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Messages {
     add: bool,
@@ -72,7 +73,6 @@ struct Messages {
     open: bool,
 }
 
-/// Somebody who is connected.
 #[derive(Debug)]
 struct Connection {
     socket: OwnedFd,
@@ -86,16 +86,17 @@ pub struct Console {
     connection: Option<Connection>,
     watcher: Option<Watcher>,
     messages: Messages,
-    /// The driver knows the port: it hears of its state.
+    /// The driver knows the port and receives its state.
     port_ready: bool,
-    /// Somebody in the guest has it open; Linux throws away what comes before.
+    /// A program in the guest has the port open. Linux discards earlier bytes.
     guest_open: bool,
-    /// What the guest was told last.
+    /// The state that the guest was told last.
     host_open: bool,
-    /// The guest has no buffers for what the host sends.
+    /// The guest has no buffers for bytes from the host.
     starved: bool,
-    /// The socket has no room, and so many bytes of the guest's next chain are sent.
+    /// The socket has no room.
     blocked: bool,
+    /// Bytes already sent of the next chain of the guest.
     sent: u64,
     buffer: Vec<u8>,
 }
@@ -110,7 +111,7 @@ struct ConsoleState {
 }
 
 impl Console {
-    /// A port of this name behind a listening Unix socket.
+    /// Makes a port of this name on a listening Unix socket.
     pub fn new(listener: OwnedFd, name: &str) -> io::Result<Self> {
         if name.is_empty() || name.len() > MAX_NAME {
             let text = format!("a port needs a name of 1 to {MAX_NAME} bytes");
@@ -133,7 +134,6 @@ impl Console {
         })
     }
 
-    /// Whether somebody is connected.
     pub fn is_connected(&self) -> bool {
         self.connection.is_some()
     }
@@ -142,7 +142,7 @@ impl Console {
         let Some(watcher) = &self.watcher else { return Ok(()) };
         let socket = match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => socket,
-            // Gone before it was looked at.
+            // The client is gone already.
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
@@ -151,7 +151,7 @@ impl Console {
         watcher.remove(&self.listener)?;
         self.connection = Some(Connection { socket, interest });
         (self.starved, self.blocked) = (false, false);
-        self.tell_state();
+        self.announce_state();
         Ok(())
     }
 
@@ -161,14 +161,15 @@ impl Console {
             watcher.remove(&connection.socket)?;
             watcher.add(&self.listener, LISTENER, Interest { read: true, write: false })?;
         }
-        // The rest of a chain that was begun belongs to nobody.
+        // The rest of a half-sent chain belonged to this connection.
         (self.blocked, self.starved) = (false, false);
-        self.tell_state();
+        self.announce_state();
         Ok(())
     }
 
-    /// Lets the guest hear whether the host is there, each change once, a closing before the next opening.
-    fn tell_state(&mut self) {
+    /// Tells the guest whether the host is connected: each change once, a close before the next
+    /// open.
+    fn announce_state(&mut self) {
         if self.port_ready {
             self.messages.close |= self.host_open;
             self.messages.open = self.connection.is_some();
@@ -181,14 +182,14 @@ impl Console {
         if let (Some(connection), Some(watcher)) = (&mut self.connection, &self.watcher)
             && connection.interest != interest
         {
-            // Even with no interest in either, a hang-up is reported.
+            // A hang-up is reported even without interest.
             watcher.set(&connection.socket, CONNECTION, interest)?;
             connection.interest = interest;
         }
         Ok(())
     }
 
-    /// Bytes of a connection come after the guest heard of it, and has somebody who reads them.
+    /// Whether the guest has been told of the connection and has a reader.
     fn may_receive(&self) -> bool {
         self.guest_open && self.messages == Messages::default()
     }
@@ -221,7 +222,7 @@ impl Console {
         if ended {
             self.disconnect()?;
             self.control(rings)?;
-            // What waited for room in the socket is dropped.
+            // Drops output that waited for room in the socket.
             self.transmit(rings)?;
         }
         Ok(self.set_interest()?)
@@ -259,7 +260,7 @@ impl Console {
         Ok(self.set_interest()?)
     }
 
-    /// Messages to the guest, as many as there is room for.
+    /// Sends as many messages to the guest as there is room for.
     fn control(&mut self, rings: &mut Rings) -> Result<(), Fault> {
         let Self { messages, name, host_open, .. } = self;
         rings.serve(CONTROL_RX, |memory, chain| {
@@ -276,7 +277,7 @@ impl Console {
             message.extend(u16::to_le_bytes(value));
             message.extend(tail.as_bytes());
             if chain.writable_len() < message.len() as u64 {
-                // A buffer that no driver of this device gives: it gets none of ours.
+                // Too small for a message. No driver of this device does that.
                 return Served::Done(0);
             }
             match event {
@@ -287,12 +288,12 @@ impl Console {
             }
             Served::Done(chain.write(memory, 0, &message) as u32)
         })?;
-        // What waited for the guest to hear of the connection may go now.
+        // Bytes that waited until the guest knew of the connection may go now.
         if self.connection.is_some() { self.receive(rings) } else { Ok(()) }
     }
 
-    /// Messages of the guest.
-    fn heard(&mut self, rings: &mut Rings) -> Result<(), Fault> {
+    /// Receives messages of the guest.
+    fn handle_control(&mut self, rings: &mut Rings) -> Result<(), Fault> {
         let mut messages = self.messages;
         let (mut driver_ready, mut port_ready, mut guest_open) = (false, false, self.guest_open);
         rings.serve(CONTROL_TX, |memory, chain| {
@@ -315,13 +316,13 @@ impl Console {
         self.guest_open = guest_open;
         if port_ready {
             self.port_ready = true;
-            self.tell_state();
+            self.announce_state();
         }
         self.control(rings)
     }
 }
 
-/// Sends what is left of a chain. False: the socket has no room for the rest.
+/// Sends the rest of a chain. False if the socket has no room for all of it.
 fn send_chain(
     connection: &Connection,
     buffer: &mut [u8],
@@ -344,10 +345,10 @@ fn send_chain(
     }
 }
 
-/// Whether the other side of a socket is gone.
+/// Whether the other side has closed the socket.
 fn hung_up(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::empty())];
-    // An error is not a hang-up; a read will say.
+    // An error is not a hang-up: a read will report it.
     let _ = poll(&mut polled, Some(&Timespec::default()));
     polled.iter().any(|polled| polled.revents().intersects(PollFlags::HUP | PollFlags::ERR))
 }
@@ -369,7 +370,7 @@ impl VirtioDevice for Console {
         &[QUEUE_SIZE; 4]
     }
 
-    /// `struct virtio_console_config`: size of a screen that there is not, and the number of ports.
+    /// `struct virtio_console_config`: no screen size, and the number of ports.
     fn config(&self) -> Vec<u8> {
         let mut config = vec![0; 4];
         config.extend(1_u32.to_le_bytes());
@@ -396,7 +397,7 @@ impl VirtioDevice for Console {
             RX => self.receive(rings),
             TX => self.transmit(rings),
             CONTROL_RX => self.control(rings),
-            _ => self.heard(rings),
+            _ => self.handle_control(rings),
         }
     }
 
@@ -431,13 +432,14 @@ impl VirtioDevice for Console {
     fn restore(&mut self, state: &State, _features: u64) -> Result<(), StateError> {
         let state: ConsoleState = state.unpack(KIND, VERSION)?;
         if state.name != self.name {
-            return Err(StateError::Field { kind: KIND, field: "name", why: "is not that of this port" });
+            return Err(StateError::Field { kind: KIND, field: "name", why: "is not the name of this port" });
         }
         (self.messages, self.port_ready) = (state.messages, state.port_ready);
-        // Who has the port open in the guest need not notice that it was closed for a moment, and says nothing then.
+        // A program that has the port open may not notice that it was closed for a moment, so it
+        // does not open it again.
         (self.guest_open, self.host_open) = (state.guest_open, state.host_open);
-        // Nobody is connected to the copy.
-        self.tell_state();
+        // The copy has no connection yet.
+        self.announce_state();
         Ok(())
     }
 }

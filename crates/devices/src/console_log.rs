@@ -1,8 +1,8 @@
-//! A log on a file that a guest writes as much as it likes to, and that stays small.
+//! A log file that stays small however much the guest writes.
 //!
-//! The file holds the last [`KEPT`] to twice [`KEPT`] bytes, oldest first, whole at any time: when it is full, its second half
-//! is copied over the first and the rest cut off. Bytes come in at a bounded rate ([`RATE`]); those beyond it are
-//! counted and a line says how many are missing.
+//! The file holds the last [`KEPT`] to twice [`KEPT`] bytes, oldest first, and is readable at any
+//! time: when it is full, its second half is copied over the first and the file is truncated. Bytes
+//! are accepted at a bounded rate ([`RATE`]). A line in the log says how many bytes are missing.
 
 use keiki_sys::bucket::TokenBucket;
 use std::{
@@ -12,20 +12,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes that are kept at least, once there were so many.
+/// Bytes that the log always keeps.
 pub const KEPT: u64 = 128 * 1024;
 /// Bytes a second, after [`BURST`].
 pub const RATE: u64 = 64 * 1024;
 /// Bytes at once.
 pub const BURST: u64 = 512 * 1024;
-/// The rate comes in portions a second: a guest that never stops writing gets whole lines, then a gap.
+/// The rate comes in portions a second: a guest that never stops writing gets whole lines, then a
+/// gap.
 const PORTIONS: u64 = 4;
-/// Bytes collected before they are written, if no line ends.
+/// Bytes collected before they are written if no line ends.
 const LINE: usize = 512;
 
 #[derive(Debug)]
 pub struct ConsoleLog {
-    /// None: everything is dropped.
+    /// None: drop everything.
     file: Option<File>,
     len: u64,
     line: Vec<u8>,
@@ -34,14 +35,13 @@ pub struct ConsoleLog {
 }
 
 impl ConsoleLog {
-    /// On a file that is open for reading and writing; goes on after what it holds.
+    /// Continues the log in `file`, which must be open for reading and writing.
     pub fn new(file: Option<File>) -> io::Result<Self> {
         let len = file.as_ref().map_or(Ok(0), |file| file.metadata().map(|meta| meta.len()))?;
         let bucket = TokenBucket::new(BURST, RATE / PORTIONS, Duration::from_secs(1) / PORTIONS as u32);
         Ok(Self { file, len, line: Vec::with_capacity(LINE), bucket, missing: 0 })
     }
 
-    /// A byte of the guest's.
     fn push(&mut self, byte: u8, now: Instant) {
         if !self.bucket.take(now) {
             self.missing = self.missing.saturating_add(1);
@@ -64,7 +64,7 @@ impl ConsoleLog {
         self.line = line;
     }
 
-    /// A full disk costs console output, not the machine.
+    /// Ignores errors: a full disk costs console output, not the machine.
     fn store(&mut self, bytes: &[u8]) {
         let Some(file) = &self.file else { return };
         if self.len + bytes.len() as u64 > 2 * KEPT {
@@ -79,7 +79,7 @@ impl ConsoleLog {
     }
 }
 
-/// Keeps the last [`KEPT`] bytes. The new length.
+/// Keeps the last [`KEPT`] bytes. Returns the new length.
 fn halve(file: &File, len: u64) -> io::Result<u64> {
     let keep = KEPT.min(len);
     let mut kept = vec![0; keep as usize];

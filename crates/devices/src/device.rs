@@ -1,4 +1,5 @@
-//! What every device is to the monitor: registers, a descriptor to poll, one lifecycle, and state as plain data.
+//! A device as the monitor sees it: registers, a descriptor to poll, one lifecycle, and state as
+//! plain data.
 
 use rustix::event::{EventfdFlags, eventfd};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -11,7 +12,7 @@ use std::{
 
 pub type Memory = vm_memory::GuestMemoryMmap<()>;
 
-/// A device as the monitor knows it.
+/// A device as the monitor sees it.
 ///
 /// ```text
 ///   new ──> [restore] ──> resume ──> running ──> pause ──> [save]* ──┐
@@ -19,30 +20,34 @@ pub type Memory = vm_memory::GuestMemoryMmap<()>;
 ///                            └───────────────────────────────────────┘   drop at any time
 /// ```
 ///
-/// Rules, which callers keep and implementations rely on:
-/// - A new device is paused. [`restore`](Device::restore) comes before the first [`resume`](Device::resume), never
-///   after; a device whose `restore` failed is dropped.
-/// - [`pause`](Device::pause) is called once the vCPUs are parked. When it returns, nothing is in flight: what the guest
-///   asked for is either done, and said to be done in its memory, or still untouched in its rings. It does not wait
-///   beyond `deadline`.
-/// - [`save`](Device::save) only while paused, any number of times. It changes nothing. What the guest would have to
-///   be told (an interrupt that is pending) is part of the state.
-/// - Whatever is signalled around a pause is never lost: notifications wait in their events, and a device that was restored
-///   looks at every queue and raises a pending interrupt again, at the price of a spurious one.
-/// - While paused, [`events`](Device::events) never becomes readable, so it can stay in the monitor's epoll.
+/// Rules that callers keep and implementations rely on:
+/// - A new device is paused. [`restore`](Device::restore) comes before the first
+///   [`resume`](Device::resume), never after. A device whose `restore` failed is dropped.
+/// - [`pause`](Device::pause) is called while the vCPUs are parked. When it returns, nothing is in
+///   flight: a request of the guest is either done and completed in guest memory, or untouched in
+///   its ring. It does not wait beyond `deadline`.
+/// - [`save`](Device::save) is called only while paused, any number of times, and changes nothing.
+///   A pending interrupt is part of the state.
+/// - A signal around a pause is never lost: notifications wait in their events, and a restored
+///   device looks at every queue and raises a pending interrupt again, at the price of a spurious
+///   one.
+/// - While paused, [`events`](Device::events) never becomes readable, so the monitor can keep
+///   polling it.
 pub trait Device: Send {
-    /// A read of registers by the guest. Any offset, any length: what is not there reads as zeroes.
+    /// The guest reads registers, at any offset and of any length. Other addresses read as zeroes.
     fn read(&mut self, offset: u64, data: &mut [u8]);
 
-    /// A write to registers by the guest. Any offset, any length: what makes no sense is ignored.
+    /// The guest writes registers, at any offset and of any length. A write without meaning is
+    /// ignored.
     fn write(&mut self, offset: u64, data: &[u8]);
 
-    /// Readable when [`process`](Device::process) has something to do. None: never. Stays the same.
+    /// A descriptor that is readable when [`process`](Device::process) has work. None: never. It
+    /// does not change.
     fn events(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Does what is to be done, a bounded amount of it; the rest makes [`events`](Device::events) readable again.
+    /// Does a bounded amount of work. More work makes [`events`](Device::events) readable again.
     fn process(&mut self) {}
 
     /// Stops, with nothing in flight.
@@ -50,7 +55,7 @@ pub trait Device: Send {
 
     fn save(&self) -> Result<State, StateError>;
 
-    /// Takes over a state, which is not trusted.
+    /// Restores a state, which is not trusted.
     fn restore(&mut self, state: &State) -> Result<(), StateError>;
 
     fn resume(&mut self) -> io::Result<()>;
@@ -61,17 +66,16 @@ pub trait Interrupt: Send + Sync {
     fn raise(&self) -> io::Result<()>;
 }
 
-/// An event counter of the kernel: a queue notification (ioeventfd) or an interrupt line (irqfd).
+/// An eventfd: a queue notification (ioeventfd) or an interrupt line (irqfd).
 #[derive(Debug)]
 pub struct Event(OwnedFd);
 
 impl Event {
-    /// A new one, not signalled.
     pub fn new() -> io::Result<Self> {
         Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
-    /// Signals it. One that is signalled to its limit is signalled.
+    /// Signals it. A full counter is signalled already.
     pub fn signal(&self) -> io::Result<()> {
         match rustix::io::write(&self.0, &1_u64.to_ne_bytes()) {
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
@@ -79,7 +83,7 @@ impl Event {
         }
     }
 
-    /// Whether it was signalled since the last time.
+    /// Whether it was signalled since the last call.
     pub fn take(&self) -> bool {
         rustix::io::read(&self.0, &mut [0; 8]).is_ok()
     }
@@ -91,7 +95,7 @@ impl AsFd for Event {
     }
 }
 
-/// An irqfd: the monitor connected it to a line.
+/// An irqfd, which the monitor has connected to a line.
 impl Interrupt for Event {
     fn raise(&self) -> io::Result<()> {
         self.signal()
@@ -104,32 +108,30 @@ impl<T: Interrupt + ?Sized> Interrupt for Arc<T> {
     }
 }
 
-/// State of one device: plain data that says of itself what it is. The kind and the version are the device's own.
+/// State of one device: plain data with the kind of the device and its own version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    /// What it is the state of.
     pub kind: String,
     /// Version of the layout of `data`.
     pub version: u16,
-    /// The fields (postcard).
+    /// The fields, in postcard.
     pub data: Vec<u8>,
 }
 
-/// A state that cannot be taken over.
+/// Why a state cannot be restored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StateError {
-    #[error("state of a {found} device where that of a {wanted} device belongs")]
+    #[error("state of a {found} device where the state of a {wanted} device is expected")]
     Kind {
         wanted: &'static str,
-        /// What there was, cut short.
+        /// Truncated.
         found: String,
     },
     #[error("state of the {kind} device has version {found}, this monitor reads version {wanted}")]
     Version { kind: &'static str, wanted: u16, found: u16 },
-    /// Not the fields that the version has.
-    #[error("state of the {kind} device cannot be read: it is cut short, or not what it says to be")]
+    #[error("state of the {kind} device cannot be read: it is truncated or damaged")]
     Malformed { kind: &'static str },
-    /// A field with a value that no device of ours has.
+    /// A field has a value that no such device can have.
     #[error("state of the {kind} device: {field} {why}")]
     Field { kind: &'static str, field: &'static str, why: &'static str },
 }
@@ -140,7 +142,7 @@ impl State {
         Ok(Self { kind: kind.into(), version, data })
     }
 
-    /// Unpacks the fields, if they are of this kind and version and nothing follows them.
+    /// Unpacks the fields. Kind and version must match, and nothing may follow the fields.
     pub fn unpack<T: DeserializeOwned>(&self, kind: &'static str, version: u16) -> Result<T, StateError> {
         if self.kind != kind {
             return Err(StateError::Kind { wanted: kind, found: self.kind.chars().take(32).collect() });

@@ -7,20 +7,23 @@
 //!   bottom   raw or qcow2                                                           ...
 //! ```
 //!
-//! The format is read and written by `imago`. What is ours: every file arrives open, headers are checked before they are
-//! believed ([`keiki_snapshot::layer`]) and may name no other file, and what "flushed" means.
+//! `imago` reads and writes the format. This module adds three rules: every file arrives open;
+//! headers are checked first ([`keiki_snapshot::layer`]) and may name no other file; and a
+//! definition of "flushed".
 //!
-//! **What was flushed is in the files.** [`Disk::flush`] writes metadata to the top (data is written through at once)
-//! and then syncs it, together with every earlier top that has not been synced since it was one. [`Disk::switch_top`] only
-//! writes metadata, which is enough for relatives on this host: they open the layer through the same page cache. So a
-//! freeze costs no sync if [`Disk::flush`] ran ahead of it, and not much otherwise.
+//! **Flushed data is in the files.** [`Disk::flush`] writes the metadata of the top (data is
+//! written through at once) and syncs it, together with every earlier top that has not been synced
+//! yet. [`Disk::switch_top`] only writes metadata. That is enough for relatives on this host, which
+//! open the layer through the same page cache. So a freeze costs no sync if [`Disk::flush`] ran
+//! before it, and little otherwise.
 //!
-//! A top is never opened for writing again once it was left, by a freeze or by a process that died: each machine begins
-//! with an empty one. So what a crash leaves in reference counts is nobody's problem; what it leaves in mappings of data
-//! that was flushed is, and those are in the file before a flush is acknowledged.
+//! A top is never opened for writing again after a freeze or a crash: each machine starts with an
+//! empty one. So a crash may leave wrong reference counts. The mappings of flushed data matter, and
+//! they are in the file before a flush is acknowledged.
 //!
-//! **fork**: nothing of this survives one. There is no thread, and the locks within are free whenever the event loop is
-//! between two requests. A zygote closes the files; a thawed machine opens a disk of its own from descriptors it is given.
+//! **fork**: an open disk does not survive one. It has no thread, and its locks are free while the
+//! event loop is between two requests. A zygote closes the files, and a thawed machine opens its
+//! own disk from its descriptors.
 
 use imago::{
     DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, ShallowMapping,
@@ -35,62 +38,59 @@ use vm_memory::VolatileSlice;
 
 pub use keiki_snapshot::Format;
 
-/// Layers a disk may have. Far more than is good for it: what keeps chains short is elsewhere. Their descriptors fit in one
+/// Most layers of a disk. The engine keeps chains much shorter. Their descriptors fit into one
 /// message of a socket.
 pub const MAX_LAYERS: usize = 240;
 pub const CLUSTER: u64 = 1 << CLUSTER_BITS;
 
 type Open = FormatAccess<Storage>;
 
-/// A layer that is only read.
+/// A read-only layer.
 #[derive(Debug)]
 pub struct Layer {
     pub format: Format,
     pub file: File,
 }
 
-/// A disk that cannot be opened.
+/// Why a disk cannot be opened or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
-    /// Not what a layer of ours looks like.
     #[error("disk layer {index} {why}")]
     Layer {
-        /// From the bottom; the top comes last.
+        /// Counted from the bottom; the top is last.
         index: usize,
         why: &'static str,
     },
     #[error("disk layer {index} cannot be opened")]
     Open {
-        /// From the bottom; the top comes last.
+        /// Counted from the bottom; the top is last.
         index: usize,
         source: io::Error,
     },
-    /// No layer at all, or too many.
     #[error("a disk has 1 to {MAX_LAYERS} layers, not {0}")]
     Count(usize),
-    /// Nothing to write to.
     #[error("a disk without a writable layer has no layer to switch to")]
     ReadOnly,
-    /// The old top cannot be finished.
-    #[error("what is in memory of the top layer cannot be written")]
+    #[error("the metadata of the top layer cannot be written")]
     Flush(#[source] io::Error),
 }
 
 #[derive(Debug)]
 pub struct Disk {
-    /// None only within [`Disk::rebase`], or after it failed.
+    /// None only while a method replaces it.
     chain: Option<Chain>,
     bytes: u64,
     lowers: usize,
-    /// Earlier tops that were not synced since.
+    /// Earlier tops that have not been synced yet.
     unsynced: Vec<Arc<Open>>,
-    /// Something was written to the top since it was synced.
+    /// The top has been written since its last sync.
     dirty: bool,
     durable: Durable,
 }
 
-/// Whether all that was synced is there. The kernel tells of a page that it could not write once only, to whoever syncs
-/// next, which may be a freeze. So one failure makes all later syncs fail, and the guest hears of it.
+/// Remembers a failed sync. The kernel reports a page that it could not write only once, at the
+/// next sync, which may be that of a freeze. So one failure makes all later syncs fail, and the
+/// guest notices.
 #[derive(Debug, Default)]
 struct Durable {
     lost: bool,
@@ -99,17 +99,17 @@ struct Durable {
 impl Durable {
     fn sync(&mut self, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         if self.lost {
-            return Err(io::Error::other("an earlier sync failed, and what it was for is lost"));
+            return Err(io::Error::other("an earlier sync failed and its data is lost"));
         }
         sync().inspect_err(|_| self.lost = true)
     }
 }
 
-/// A top that is open, with nothing below it yet.
+/// An open top that has nothing below it yet.
 #[derive(Debug)]
 pub struct Top {
     overlay: Qcow2<Storage, Arc<Open>>,
-    /// To open it again over other layers.
+    /// To open the top again over other layers.
     file: File,
 }
 
@@ -127,7 +127,7 @@ enum Chain {
 }
 
 impl Disk {
-    /// Opens a disk: `lower` from the bottom up, and the top to write to, if any.
+    /// Opens a disk. `lower` comes bottom first. Without a top the disk is read-only.
     pub fn open(lower: Vec<Layer>, top: Option<File>) -> Result<Self, DiskError> {
         let count = lower.len() + usize::from(top.is_some());
         if count == 0 || count > MAX_LAYERS {
@@ -155,7 +155,6 @@ impl Disk {
         self.bytes
     }
 
-    /// Whether nothing can be written.
     pub fn is_read_only(&self) -> bool {
         !matches!(self.chain, Some(Chain::Writable(..)))
     }
@@ -164,7 +163,7 @@ impl Disk {
         self.lowers
     }
 
-    /// Reads from `offset` on into all of `into`.
+    /// Fills `into` from `offset` on.
     pub fn read(&self, into: &[VolatileSlice<'_>], offset: u64) -> io::Result<()> {
         let (vector, _guard) = IoVectorMut::from_volatile_slice(into);
         match self.chain.as_ref().ok_or_else(broken)? {
@@ -179,7 +178,7 @@ impl Disk {
         self.top()?.writev(vector, offset)
     }
 
-    /// Makes a range read as zeroes. `unmap`: its room may be given back.
+    /// Makes a range read as zeroes. With `unmap` its space may be freed.
     pub fn write_zeroes(&mut self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         if unmap {
             self.discard(offset, len)?;
@@ -187,7 +186,7 @@ impl Disk {
         self.top()?.write_zeroes(offset, len)
     }
 
-    /// Gives the room of a range back, of whole clusters only.
+    /// Frees the space of a range, whole clusters only.
     pub fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
         let end = offset.saturating_add(len);
         // The last cluster of a disk may be cut short by its end.
@@ -200,8 +199,8 @@ impl Disk {
         self.top()?.discard_to_zero(start, end - start)
     }
 
-    /// Gives the room of whole clusters back to the host. The library only keeps them for what is written next. This comes
-    /// first: until the mapping is gone they read as zeroes, later they may be somebody else's.
+    /// Gives the space of whole clusters back to the host. The library would keep them for later
+    /// writes. This must come before the library frees them: afterwards they may hold other data.
     fn punch(&self, mut offset: u64, end: u64) -> io::Result<()> {
         let Some(Chain::Writable(top, file)) = &self.chain else {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
@@ -209,7 +208,7 @@ impl Disk {
         while offset < end {
             let (mapping, len) = top.get_shallow_mapping(offset, end - offset)?;
             if let ShallowMapping::Raw { offset, writable: true, .. } = mapping {
-                // A file system without holes keeps the room.
+                // A file system without holes keeps the space.
                 let _ = keiki_sys::files::punch(file, offset, len);
             }
             if len == 0 {
@@ -220,7 +219,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes everything that was written durable.
+    /// Makes everything written so far durable.
     pub fn flush(&mut self) -> io::Result<()> {
         if let (true, Some(Chain::Writable(top, _))) = (self.dirty, &self.chain) {
             top.flush()?;
@@ -234,7 +233,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Opens the next top, ahead of [`Disk::switch_top`]: whatever may be wrong with it is found here.
+    /// Opens the next top before [`Disk::switch_top`], so that any fault of it is found here.
     pub fn prepare_top(&self, new: File) -> Result<Top, DiskError> {
         let index = self.lowers + 1;
         if self.is_read_only() {
@@ -246,8 +245,8 @@ impl Disk {
         open_top(new, index, self.bytes, None)
     }
 
-    /// Writes what is in memory of the top to its file, so that others who open it see it. After this, with nothing written
-    /// meanwhile, [`Disk::switch_top`] has nothing to do that could fail.
+    /// Writes the metadata of the top to its file, so that other processes that open it see it. If
+    /// nothing is written meanwhile, [`Disk::switch_top`] then does nothing that could fail.
     pub fn finish_top(&self) -> Result<(), DiskError> {
         match &self.chain {
             Some(Chain::Writable(top, _)) => top.flush().map_err(DiskError::Flush),
@@ -255,7 +254,7 @@ impl Disk {
         }
     }
 
-    /// Makes the top a lower layer and `new` the top. If this fails, nothing has changed.
+    /// Makes the top a lower layer and `new` the top. On error nothing has changed.
     pub fn switch_top(&mut self, mut new: Top) -> Result<(), DiskError> {
         self.finish_top()?;
         let Some(Chain::Writable(old, _)) = self.chain.take() else { return Err(DiskError::ReadOnly) };
@@ -269,7 +268,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Puts other layers below the top, with the same contents as those they replace: a flattened chain.
+    /// Replaces the layers below the top with a flattened chain of the same contents.
     pub fn rebase(&mut self, lower: Vec<Layer>) -> Result<(), DiskError> {
         let count = lower.len();
         if count == 0 || count >= MAX_LAYERS {
@@ -279,7 +278,7 @@ impl Disk {
         let Some(Chain::Writable(top, file)) = &self.chain else { return Err(DiskError::ReadOnly) };
         top.flush().map_err(DiskError::Flush)?;
         let file = file.try_clone().map_err(|source| DiskError::Open { index: count, source })?;
-        // Both look at the same file for a moment, but the old one has nothing left to write.
+        // Both have the same file open for a moment, but the old one has nothing left to write.
         let chain = open_top(file, count, self.bytes, below)?.into_chain();
         self.chain = Some(chain);
         self.lowers = count;
@@ -297,7 +296,7 @@ impl Disk {
     }
 }
 
-/// Size of a disk: what its top says, or else its uppermost layer.
+/// Size of a disk, from its top or else its uppermost layer.
 fn size(lower: &[Layer], top: Option<&File>) -> Result<u64, DiskError> {
     let (file, index) = match (top, lower.last()) {
         (Some(top), _) => (top, lower.len()),
@@ -316,7 +315,7 @@ fn open_lower(lower: Vec<Layer>, bytes: u64) -> Result<Option<Arc<Open>>, DiskEr
     for (index, layer) in lower.into_iter().enumerate() {
         let open = match layer.format {
             Format::Raw if below.is_some() => {
-                return Err(DiskError::Layer { index, why: "is raw, which only the bottom may be" });
+                return Err(DiskError::Layer { index, why: "is raw, which only the bottom layer may be" });
             }
             Format::Raw => storage(layer.file)
                 .and_then(|file| Raw::builder(file).open(DenyImplicitOpenGate::default()))
@@ -362,12 +361,12 @@ fn check_overlay(file: &File, index: usize, bytes: u64) -> Result<(), DiskError>
     check_header(&header(file, index)?, bytes).map_err(|why| DiskError::Layer { index, why })
 }
 
-/// A top is written to: besides, its tables must be there.
+/// Also checks that the tables of a top exist, because it is written.
 fn check_top(file: &File, index: usize, bytes: u64) -> Result<(), DiskError> {
     check_overlay(file, index, bytes)?;
     let len = file.metadata().map_err(|source| DiskError::Open { index, source })?.len();
     if len < least_bytes(&header(file, index)?) {
-        return Err(DiskError::Layer { index, why: "is cut short" });
+        return Err(DiskError::Layer { index, why: "is truncated" });
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What a guest of keiki-vmm sees: one file for each device.
+//! The devices of a `keiki-vmm` guest, one file each.
 //!
 //! ```text
 //!   vCPU threads                        event loop (main thread)
@@ -6,50 +6,54 @@
 //!        │                                     │
 //!        ▼                                     ▼
 //!   Device::{read, write}               Device::process()
-//!        └────────────── one Mutex for each device ──────┘
+//!        └────────────── one Mutex per device ───────────┘
 //!                              │
 //!         Mmio<D>: registers, status, queues, interrupt (mmio.rs)
 //!                              │ Rings: checked chains of guest memory (virtio.rs)
 //!         D: block, net, console, rng, balloon (VirtioDevice)
 //! ```
 //!
-//! The monitor knows a device as [`Device`]: registers, one descriptor to poll, and one lifecycle. A virtio device
-//! is written against [`virtio::VirtioDevice`] and wrapped in [`mmio::Mmio`]. Everything a device does happens under its
-//! lock, either on a vCPU thread (registers; never blocks on a backend) or on the event loop (queues and backends, all
-//! I/O). There is no thread of a device: a device that is paused has nothing in flight.
+//! To the monitor a device is a [`Device`]: registers, one descriptor to poll, and one lifecycle. A
+//! virtio device implements [`virtio::VirtioDevice`] and is wrapped in [`mmio::Mmio`]. A device
+//! works under its lock, either on a vCPU thread (registers; never blocks on a backend) or on the
+//! event loop (queues and backends, all I/O). Devices have no threads: a paused device has nothing
+//! in flight.
 //!
-//! | device | offers | deliberately not |
+//! | device | offers | deliberately absent |
 //! |---|---|---|
-//! | [`block`] | read, write, flush, discard, write zeroes, read-only, an id | several queues, resizing, `FUA` by itself |
-//! | [`net`] | checksum and TCP segmentation left to the other side, both ways; merged buffers; link state | a control queue, several queues, vhost |
+//! | [`block`] | read, write, flush, discard, write zeroes, read-only, an id | several queues, resizing, `FUA` |
+//! | [`net`] | checksum and TCP segmentation offload, both ways; merged buffers; link state | a control queue, several queues, vhost |
 //! | [`console`] | one named port with flow control both ways | a terminal; more ports |
-//! | [`rng`] | the host kernel's entropy, at a bounded rate | a pool of its own, which copies would share |
+//! | [`rng`] | entropy of the host kernel, at a bounded rate | its own pool, which copies would share |
 //! | [`balloon`] | free page reporting; a target to inflate to | statistics, hinting, page poison |
 //! | [`serial`] | output into a log of bounded size and rate | input |
-//! | [`vmgenid`] | tells a copy that it is another machine | |
+//! | [`vmgenid`] | tells a copy that it has become another machine | |
 //! | [`power`] | off, reset | sleep |
 //!
-//! The transport ([`mmio`]) offers `VERSION_1`, indirect descriptors and event indices; not packed rings, nor resetting
-//! one queue. Devices with state outside of this process (vhost, vhost-user, virtio-fs, passthrough) cannot be frozen by
-//! a fork and are not there.
+//! The transport ([`mmio`]) offers `VERSION_1`, indirect descriptors and event indices, but neither
+//! packed rings nor the reset of a single queue. A fork cannot freeze devices with state outside
+//! this process (vhost, vhost-user, virtio-fs, passthrough), so there are none.
 //!
-//! **State.** Each device saves plain data with a kind and a version of its own ([`State`]), the transport's around the
-//! device's. What is in guest memory (rings, requests that wait) is not repeated in it. Backends are not part of it: a
-//! thaw makes new devices on descriptors of the copy, restores, and resumes. A state is taken only if every field of it is
-//! one that a device of this shape can have, and if what it says of queues is within RAM; the error names the field. Version 1
-//! states are kept as seeds of the fuzz targets, and a test takes them.
+//! **State.** Each device saves plain data with its own kind and version ([`State`]); the state of
+//! the transport wraps that of the device. The state repeats nothing that is in guest memory
+//! (rings, waiting requests), and backends are not part of it: a thaw makes new devices on the
+//! descriptors of the copy, restores them, and resumes them. A restore refuses a state with a field
+//! that no such device can have, or with queues outside RAM; the error names the field. Version 1
+//! states are seeds of the fuzz targets, and a test restores them.
 //!
-//! **System calls.** Running devices make these, and a jail has to allow them: `read`, `write`, `recvfrom`, `sendto`,
-//! `accept4`, `ppoll`, `epoll_ctl`, `epoll_pwait`, `preadv`, `pwritev`, `pread64`, `pwrite64`, `fallocate`, `ftruncate`,
-//! `fsync`, `statx` or `fstat`, `fstatfs`, `fcntl`, `ioctl` (of taps), `getrandom`, `timerfd_settime`; making them also `eventfd2`,
-//! `epoll_create1`, `timerfd_create`.
+//! **System calls.** A jail must allow these calls of running devices: `read`, `write`, `recvfrom`,
+//! `sendto`, `accept4`, `ppoll`, `epoll_ctl`, `epoll_pwait`, `preadv`, `pwritev`, `pread64`,
+//! `pwrite64`, `fallocate`, `ftruncate`, `fsync`, `statx` or `fstat`, `fstatfs`, `fcntl`, `ioctl`
+//! (on taps), `getrandom`, `timerfd_settime`; and to make devices also `eventfd2`, `epoll_create1`,
+//! `timerfd_create`.
 //!
-//! Nothing here knows KVM. An interrupt is [`Interrupt`], a queue notification an eventfd, memory that is given back
-//! [`balloon::Discard`]. No path is ever opened: files, taps and sockets arrive as descriptors.
+//! This crate knows no KVM: an interrupt is an [`Interrupt`], a queue notification an eventfd, and
+//! [`balloon::Discard`] frees memory. It opens no path: files, taps and sockets arrive as
+//! descriptors.
 //!
-//! The guest is hostile. Its requests become typed values first ([`virtio::Chain`], `block::Request`), with every
-//! address checked against RAM and every length bounded, and only then something happens. What it can make a device
-//! log is limited ([`limit::Limit`]).
+//! The guest is hostile. Its requests first become typed values ([`virtio::Chain`],
+//! `block::Request`), with every address checked against RAM and every length bounded, before
+//! anything else happens. Log lines that it can cause are limited ([`limit::Limit`]).
 #![forbid(unsafe_code)]
 
 pub mod balloon;

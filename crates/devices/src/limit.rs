@@ -1,4 +1,4 @@
-//! Log lines that a guest can cause, at a bounded rate.
+//! Limits log lines that a guest can cause.
 
 use keiki_sys::bucket::TokenBucket;
 use std::{
@@ -7,13 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Lines that may come at once.
+/// Lines at once.
 const BURST: u64 = 8;
-/// After that, one in this time.
+/// Then one line per interval.
 const INTERVAL: Duration = Duration::from_secs(30);
 
-/// Says at most [`BURST`] lines at once, then one every [`INTERVAL`], each with the number of those left out. Lines go
-/// to standard error: a monitor has no log thread, and a line lost there must not end it.
+/// Writes at most [`BURST`] lines at once, then one per [`INTERVAL`], with the number of omitted
+/// lines. Lines go to standard error: a monitor has no log thread, and a lost line must not end it.
 #[derive(Debug)]
 pub struct Limit {
     name: &'static str,
@@ -22,21 +22,20 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// For the device of this name.
     pub fn new(name: &'static str) -> Self {
         Self { name, bucket: TokenBucket::new(BURST, 1, INTERVAL), suppressed: 0 }
     }
 
-    /// Says it, or counts it.
+    /// Writes the line, or counts it as omitted.
     pub fn warn(&mut self, what: fmt::Arguments<'_>) {
         if let Some(suppressed) = self.admit(Instant::now()) {
             let more = if suppressed == 0 { String::new() } else { format!(" ({suppressed} left out)") };
-            // There is nowhere to report that to.
+            // There is nowhere to report an error.
             let _ = writeln!(io::stderr(), "{}: {what}{more}", self.name);
         }
     }
 
-    /// Whether a line may be said now, and how many were not since the last.
+    /// Whether a line may be written now. Returns the number of lines omitted since the last one.
     fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.bucket.take(now) {
             return Some(std::mem::take(&mut self.suppressed));

@@ -1,4 +1,5 @@
-//! The virtio-mmio transport, version 2: registers, the status machine, and the queues of one device.
+//! The virtio-mmio transport, version 2: registers, the status machine, and the queues of one
+//! device.
 //!
 //! ```text
 //!   status:  0 ─> ACKNOWLEDGE ─> DRIVER ─> FEATURES_OK ─> DRIVER_OK ─> (running)
@@ -6,13 +7,14 @@
 //!            └── writing 0: reset ──────────────────── NEEDS_RESET <──────┘ a broken queue
 //! ```
 //!
-//! A queue is built only when the driver says that it is ready, out of everything it said before, and only if all of it
-//! makes sense: otherwise it stays not ready and the device needs a reset. While a queue is ready its addresses do not
-//! change.
+//! A queue is built when the driver declares it ready, from its earlier settings, and only if they
+//! are valid: otherwise the queue stays not ready and the device needs a reset. While a queue is
+//! ready its addresses do not change.
 //!
-//! The guest notifies a queue by a 32-bit write of its index to [`NOTIFY`]. The monitor may connect that to
-//! [`Mmio::queue_events`] (ioeventfd), so that no vCPU waits; without, [`Device::write`] does the same. For the same reason it
-//! may serve [`Mmio::interrupt_status`] before it takes the device's lock.
+//! The guest notifies a queue by a 32-bit write of its index to [`NOTIFY`]. The monitor may connect
+//! this register to [`Mmio::queue_events`] (ioeventfd), so that no vCPU waits; otherwise
+//! [`Device::write`] does the same. For the same reason it may serve [`Mmio::interrupt_status`]
+//! without the lock of the device.
 
 use crate::{
     Device, Event, Interrupt, Memory, State, StateError,
@@ -41,9 +43,9 @@ use virtio_bindings::{
 };
 use virtio_queue::{Queue, QueueState, QueueT};
 
-/// Bytes of address space that a device takes.
+/// Bytes of the address space of a device.
 pub const WINDOW: u64 = 0x1000;
-/// Offset of the register that notifies a queue.
+/// Offset of the queue notification register.
 pub const NOTIFY: u64 = VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -56,13 +58,13 @@ const ALL_STATUS: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
     | VIRTIO_CONFIG_S_FEATURES_OK
     | VIRTIO_CONFIG_S_NEEDS_RESET
     | VIRTIO_CONFIG_S_FAILED;
-/// Tokens of queue events begin here; those of devices are below.
+/// Tokens of queue events start here. Tokens of devices are below.
 const QUEUE_TOKENS: u64 = 1 << 32;
 
 const KIND: &str = "virtio-mmio";
 const VERSION: u16 = 1;
 
-/// What a driver said of a queue, and how far it is.
+/// The settings of a queue, and its position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Setup {
     size: u16,
@@ -74,7 +76,7 @@ struct Setup {
     next_used: u16,
 }
 
-/// Everything the guest can see of a transport, and the device's own.
+/// The state of the transport, and that of the device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct MmioState {
     status: u32,
@@ -103,7 +105,7 @@ pub struct Mmio<D> {
 }
 
 impl<D: VirtioDevice> Mmio<D> {
-    /// A new one, paused.
+    /// Makes a new device, paused.
     pub fn new(device: D, memory: Memory, interrupt: Box<dyn Interrupt>) -> io::Result<Self> {
         let (mut queues, mut events, mut setups) = (Vec::new(), Vec::new(), Vec::new());
         let watch = Watch::new()?;
@@ -131,12 +133,13 @@ impl<D: VirtioDevice> Mmio<D> {
         })
     }
 
-    /// An eventfd for each queue: the monitor may connect it to a 32-bit write of the queue's index to [`NOTIFY`].
+    /// An eventfd per queue. The monitor may connect it to a 32-bit write of the queue index to
+    /// [`NOTIFY`].
     pub fn queue_events(&self) -> &[Event] {
         &self.rings.events
     }
 
-    /// The interrupt registers, for the monitor to serve without this device's lock.
+    /// The interrupt registers, which the monitor may serve without the lock of this device.
     pub fn interrupt_status(&self) -> Arc<InterruptStatus> {
         Arc::clone(&self.rings.line.status)
     }
@@ -149,7 +152,7 @@ impl<D: VirtioDevice> Mmio<D> {
         &mut self.device
     }
 
-    /// Tells the guest that the configuration space changed.
+    /// Notifies the guest that the configuration space has changed.
     pub fn config_changed(&mut self) {
         self.rings.config_changed();
     }
@@ -259,7 +262,8 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         if !self.started {
             self.started = true;
             self.device.start(self.watch.watcher(), &mut self.rings)?;
-            // What the frozen machine's notifications and interrupts said is said again. Later, events keep it.
+            // Repeats notifications and interrupts that the frozen machine may have missed. Later
+            // the events keep them.
             (0..self.rings.events.len()).for_each(|queue| self.rings.kick(queue));
             if self.rings.line.status.get() != 0 {
                 self.rings.line.raise(0);
@@ -286,7 +290,7 @@ impl<D: VirtioDevice> Mmio<D> {
             }
             VIRTIO_MMIO_STATUS => self.status,
             VIRTIO_MMIO_CONFIG_GENERATION => self.rings.line.generation,
-            // No shared memory: a length of all ones.
+            // No shared memory is a length of all ones.
             VIRTIO_MMIO_SHM_LEN_LOW..=VIRTIO_MMIO_SHM_BASE_HIGH => u32::MAX,
             _ => 0,
         }
@@ -307,7 +311,7 @@ impl<D: VirtioDevice> Mmio<D> {
         }
     }
 
-    /// What the driver says of a queue that is not ready yet.
+    /// Writes a setting of a queue that is not ready yet.
     fn set_up(&mut self, offset: u32, value: u32) {
         let setting = self.is(VIRTIO_CONFIG_S_FEATURES_OK);
         let Some(setup) = self.selected().and_then(|at| self.setups.get_mut(at)) else { return };
@@ -315,7 +319,7 @@ impl<D: VirtioDevice> Mmio<D> {
             return;
         }
         match offset {
-            // Out of range becomes 0, which is never accepted.
+            // A size out of range becomes 0, which is never accepted.
             VIRTIO_MMIO_QUEUE_NUM => setup.size = u16::try_from(value).unwrap_or(0),
             VIRTIO_MMIO_QUEUE_DESC_LOW => set_half(&mut setup.desc, 0, value),
             VIRTIO_MMIO_QUEUE_DESC_HIGH => set_half(&mut setup.desc, 1, value),
@@ -344,7 +348,7 @@ impl<D: VirtioDevice> Mmio<D> {
                 Ok(built) => *queue = built,
                 Err(why) => {
                     setup.ready = false;
-                    self.rings.warn(format_args!("queue {at} is not taken: its rings {why}"));
+                    self.rings.warn(format_args!("queue {at} is refused: its rings {why}"));
                     self.need_reset();
                 }
             }
@@ -355,7 +359,7 @@ impl<D: VirtioDevice> Mmio<D> {
         if value == 0 {
             return self.reset();
         }
-        // Bits are only ever added; which need a reset is ours to say.
+        // A driver only adds bits, and only the device sets NEEDS_RESET.
         let mut new = (value & ALL_STATUS & !VIRTIO_CONFIG_S_NEEDS_RESET) | self.status;
         if new & VIRTIO_CONFIG_S_FEATURES_OK != 0 && !self.is(VIRTIO_CONFIG_S_FEATURES_OK) {
             let version_1 = self.driver_features & 1 << VIRTIO_F_VERSION_1 != 0;
@@ -371,7 +375,7 @@ impl<D: VirtioDevice> Mmio<D> {
         if starts {
             self.rings.live = !self.is(VIRTIO_CONFIG_S_NEEDS_RESET);
             self.device.activate(self.driver_features);
-            // What was made available before is not always notified again.
+            // The driver may not notify chains that it made available before.
             (0..self.rings.events.len()).for_each(|queue| self.rings.kick(queue));
         }
     }
@@ -399,7 +403,7 @@ impl<D: VirtioDevice> Mmio<D> {
     fn need_reset(&mut self) {
         self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
         self.rings.live = false;
-        // Whatever was half done in them is not part of any state.
+        // Half-done work in the queues is not part of a state.
         self.setups.iter_mut().for_each(|setup| setup.ready = false);
         self.rings.queues.iter_mut().for_each(|queue| queue.set_ready(false));
         if self.is(VIRTIO_CONFIG_S_DRIVER_OK) {
@@ -414,7 +418,7 @@ impl<D: VirtioDevice> Mmio<D> {
             || has(VIRTIO_CONFIG_S_FEATURES_OK) && !has(VIRTIO_CONFIG_S_DRIVER)
             || has(VIRTIO_CONFIG_S_DRIVER_OK) && !has(VIRTIO_CONFIG_S_FEATURES_OK)
         {
-            return bad("status", "is one that no driver can reach");
+            return bad("status", "cannot be reached by a driver");
         }
         if state.interrupt_status & !(crate::virtio::INT_USED | INT_CONFIG) != 0 {
             return bad("interrupt_status", "has bits that do not exist");
@@ -422,10 +426,10 @@ impl<D: VirtioDevice> Mmio<D> {
         let negotiated = has(VIRTIO_CONFIG_S_FEATURES_OK);
         let version_1 = state.driver_features & 1 << VIRTIO_F_VERSION_1 != 0;
         if negotiated && (state.driver_features & !self.offered() != 0 || !version_1) {
-            return bad("driver_features", "are not those that this device offers");
+            return bad("driver_features", "are not offered by this device");
         }
         if state.queues.len() != self.rings.queues.len() {
-            return bad("queues", "are not as many as this device has");
+            return bad("queues", "differ in number from those of this device");
         }
         let mut queues = Vec::new();
         for (setup, queue) in state.queues.iter().zip(&self.rings.queues) {
@@ -434,7 +438,7 @@ impl<D: VirtioDevice> Mmio<D> {
                 continue;
             }
             if !negotiated {
-                return bad("queues", "are ready before features were agreed on");
+                return bad("queues", "are ready before the features were negotiated");
             }
             match build(setup, queue.max_size(), state.driver_features, &self.rings.memory) {
                 Ok(queue) => queues.push(queue),
@@ -461,7 +465,7 @@ impl<D: VirtioDevice> Mmio<D> {
     }
 }
 
-/// A queue out of what a driver said of it, if it makes sense.
+/// Builds a queue from its settings, if they are valid.
 fn build(setup: &Setup, max_size: u16, features: u64, memory: &Memory) -> Result<Queue, &'static str> {
     let queue = Queue::try_from(QueueState {
         max_size,
@@ -474,11 +478,11 @@ fn build(setup: &Setup, max_size: u16, features: u64, memory: &Memory) -> Result
         avail_ring: setup.avail,
         used_ring: setup.used,
     })
-    .map_err(|_| "have a size or an alignment that is not allowed")?;
+    .map_err(|_| "have an invalid size or alignment")?;
     if setup.avail == 0 || !queue.is_valid(memory) {
-        return Err("are not within RAM");
+        return Err("are outside RAM");
     }
-    // All of our devices finish each chain that they take before they pause.
+    // Our devices finish each chain that they take before they pause.
     if setup.next_avail != setup.next_used {
         return Err("have chains in flight");
     }

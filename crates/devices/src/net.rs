@@ -1,12 +1,14 @@
 //! virtio-net: a network card on a tap.
 //!
-//! The header before each frame is the same on both sides (12 bytes, set on the tap), so a frame with its checksum or its
-//! segmentation left to the other side passes through untouched. Each frame is copied once, through a buffer of the
-//! device: one system call for a frame needs it in one piece of host memory, and guest memory is never borrowed.
+//! The header before each frame is the same on both sides (12 bytes, set on the tap), so a frame
+//! whose checksum or segmentation is left to the other side passes through unchanged. Each frame is
+//! copied once, through a buffer of the device: a system call needs the frame in one piece of host
+//! memory, and guest memory is never borrowed.
 //!
-//! A frame for the guest may span several of its buffers (`MRG_RXBUF`), which then become visible in one step. A frame
-//! that finds no room waits, and the tap with it. A frame of the guest that the tap does not take is lost, as frames are.
-//! Without a tap the cable is in nothing: what is sent is lost and the link is down.
+//! A frame for the guest may span several of its buffers (`MRG_RXBUF`), which then become visible
+//! in one step. A frame that finds no room waits, and so does the tap. A frame of the guest that
+//! the tap refuses is lost, as on any network. Without a tap the link is down and sent frames are
+//! lost.
 
 use crate::{
     State, StateError,
@@ -32,16 +34,16 @@ use virtio_bindings::{
 
 /// Bytes of `struct virtio_net_hdr_v1`.
 pub const HEADER: usize = 12;
-/// The longest frame: 64 KiB that are to be segmented, and its Ethernet header with a tag.
+/// The longest frame: 64 KiB before segmentation, and an Ethernet header with a tag.
 const MAX_FRAME: usize = HEADER + 65_536 + 18;
-/// Where in the header the number of buffers is.
+/// Offset of the number of buffers in the header.
 const NUM_BUFFERS: usize = 10;
 const QUEUE_SIZE: u16 = 256;
 const RX: usize = 0;
 const TX: usize = 1;
 const TAP: u64 = 0;
-/// Frames for the guest in one turn.
-const TURN: usize = 64;
+/// Frames for the guest before other work.
+const BUDGET: usize = 64;
 const READABLE: Interest = Interest { read: true, write: false };
 
 const KIND: &str = "net";
@@ -54,10 +56,10 @@ pub struct Net {
     features: u64,
     watcher: Option<Watcher>,
     watching: bool,
-    /// A frame for the guest, in the first `pending` bytes, that found no room yet.
+    /// The first `pending` bytes are a frame for the guest that has found no room yet.
     frame: Vec<u8>,
     pending: usize,
-    /// Room for a frame of the guest.
+    /// Buffer for a frame of the guest.
     sent: Vec<u8>,
     limit: Limit,
 }
@@ -68,7 +70,8 @@ struct NetState {
 }
 
 impl Net {
-    /// A card with this address on a tap that gives a header before each frame (`IFF_VNET_HDR`), or on none.
+    /// Makes a card with this address. The tap must put a header before each frame
+    /// (`IFF_VNET_HDR`).
     pub fn new(tap: Option<OwnedFd>, mac: [u8; 6]) -> io::Result<Self> {
         if let Some(tap) = &tap {
             fcntl_setfl(tap, fcntl_getfl(tap)? | OFlags::NONBLOCK)?;
@@ -104,7 +107,7 @@ impl Net {
         }
     }
 
-    /// Looks at the tap, or not: while the guest has no room there is no use in it.
+    /// Starts or stops watching the tap. While the guest has no room there is no point in it.
     fn watch(&mut self, watching: bool) -> io::Result<()> {
         let (Some(watcher), Some(tap)) = (&self.watcher, &self.tap) else { return Ok(()) };
         if watching && !self.watching {
@@ -116,9 +119,10 @@ impl Net {
         Ok(())
     }
 
-    /// Frames from the tap to the guest, until there is none, no room, or its turn is over.
+    /// Moves frames from the tap to the guest until there is none, there is no room, or the budget
+    /// is used up.
     fn receive(&mut self, rings: &mut Rings) -> Result<(), Fault> {
-        for _ in 0..TURN {
+        for _ in 0..BUDGET {
             if self.pending == 0 {
                 let Some(tap) = &self.tap else { return Ok(()) };
                 match rustix::io::read(tap, &mut *self.frame) {
@@ -135,15 +139,16 @@ impl Net {
                 return Ok(self.watch(false)?);
             }
         }
-        // There may be more.
+        // There may be more frames.
         Ok(self.watch(true)?)
     }
 
-    /// Gives the pending frame to the guest. False: no room.
+    /// Delivers the pending frame to the guest. False if there is no room.
     fn deliver(&mut self, rings: &mut Rings) -> Result<bool, Fault> {
         let mergeable = self.has(VIRTIO_NET_F_MRG_RXBUF);
         let (mut chains, mut room) = (Vec::new(), 0_u64);
-        // A driver cannot have given more than the queue holds; one that seems to gives chains without room.
+        // A queue holds no more chains than this. A driver that seems to add more adds chains
+        // without room.
         let most = usize::from(rings.size(RX));
         while room < self.pending as u64 && (mergeable || chains.is_empty()) && chains.len() < most {
             let Some(chain) = rings.take(RX)? else {
@@ -154,7 +159,8 @@ impl Net {
             chains.push(chain);
         }
         if room < self.pending as u64 {
-            // A driver without MRG_RXBUF has to give buffers that are large enough. This frame is lost.
+            // A driver without MRG_RXBUF must provide buffers that are large enough. This frame is
+            // lost.
             self.pending = 0;
             rings.untake(RX, chains.len());
             return Ok(true);
@@ -178,12 +184,12 @@ impl Net {
         Ok(true)
     }
 
-    /// Frames of the guest to the tap.
+    /// Moves frames from the guest to the tap.
     fn transmit(&mut self, rings: &mut Rings) -> Result<(), Fault> {
         let Self { tap, sent, .. } = self;
         rings.serve(TX, |memory, chain| {
             let len = usize::try_from(chain.readable_len()).unwrap_or(usize::MAX);
-            // One that is too long is lost like one that the tap does not take.
+            // A frame that is too long is lost, like one that the tap refuses.
             if let (Some(tap), Some(bytes), true) = (&*tap, sent.get_mut(..len), len >= HEADER) {
                 let count = chain.read(memory, 0, bytes);
                 let _ = rustix::io::write(tap, bytes.get(..count).unwrap_or_default());
@@ -218,7 +224,7 @@ impl VirtioDevice for Net {
         &[QUEUE_SIZE; 2]
     }
 
-    /// `struct virtio_net_config`, as far as it is used.
+    /// The used part of `struct virtio_net_config`.
     fn config(&self) -> Vec<u8> {
         let link = if self.tap.is_some() { VIRTIO_NET_S_LINK_UP as u8 } else { 0 };
         self.mac.into_iter().chain([link, 0]).collect()
@@ -241,7 +247,7 @@ impl VirtioDevice for Net {
 
     fn process_queue(&mut self, queue: usize, rings: &mut Rings) -> Result<(), Fault> {
         match queue {
-            // While the tap is watched there is room, and nothing to read.
+            // While the tap is watched the guest has room, and there is nothing to read.
             RX if self.watching => Ok(()),
             RX => self.receive(rings),
             _ => self.transmit(rings),

@@ -1,5 +1,5 @@
-//! The registers by which a guest ends its machine: sleep and reset as ACPI describes them, and the reset line of the
-//! keyboard controller.
+//! The registers by which a guest ends its machine: sleep and reset as ACPI describes them, and the
+//! reset line of the keyboard controller.
 
 use crate::{Device, Event, State, StateError};
 use std::{
@@ -37,7 +37,8 @@ pub enum GuestExit {
     Reset,
 }
 
-/// The registers. [`Device::events`] is readable once the guest has used one, and [`Power::guest_exit`] tells which.
+/// The registers. [`Device::events`] is readable once the guest has used one, and
+/// [`Power::guest_exit`] tells which.
 #[derive(Debug)]
 pub struct Power {
     event: Event,
@@ -57,7 +58,8 @@ impl Power {
 
 impl Device for Power {
     fn read(&mut self, _offset: u64, data: &mut [u8]) {
-        // Zero is also a status of the keyboard controller: no byte is waiting, and it is ready for a command.
+        // Zero is also a status of the keyboard controller: no byte is waiting, and it is ready for
+        // a command.
         data.fill(0);
     }
 

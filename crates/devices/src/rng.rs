@@ -1,8 +1,8 @@
-//! virtio-rng: entropy of the host's kernel.
+//! virtio-rng: entropy from the host kernel.
 //!
-//! Every byte is asked of the kernel when the guest asks for it: nothing is kept in this process, so a fork of it shares no
-//! entropy with its parent. A request gets [`MAX_REQUEST`] bytes at most, and a guest [`PER_TICK`] bytes in a [`TICK`]; what
-//! it asks beyond that waits in its ring.
+//! The device asks the kernel for bytes only when the guest asks for them. This process keeps none,
+//! so a fork shares no entropy with its parent. A request gets at most [`MAX_REQUEST`] bytes, and a
+//! guest [`PER_TICK`] bytes per [`TICK`]. Further requests wait in the ring.
 
 use crate::{
     State, StateError,
@@ -24,9 +24,9 @@ use std::{
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 
-/// Bytes that a request gets at most.
+/// Most bytes of a request.
 pub const MAX_REQUEST: usize = 4096;
-/// Bytes that a guest gets in a tick.
+/// Most bytes of a guest per tick.
 pub const PER_TICK: usize = 64 * 1024;
 /// Length of a tick.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -92,7 +92,7 @@ impl VirtioDevice for Rng {
         let (bucket, mut failed, mut late) = (&mut self.bucket, None, false);
         rings.serve(queue, |memory, chain| {
             let mut bytes = [0; MAX_REQUEST];
-            let wanted = (chain.writable_len() as u64).min(MAX_REQUEST as u64);
+            let wanted = chain.writable_len().min(MAX_REQUEST as u64);
             let granted = bucket.take_up_to(wanted, now);
             if granted == 0 && wanted > 0 {
                 late = true;
@@ -100,7 +100,8 @@ impl VirtioDevice for Rng {
             }
             let Some(bytes) = bytes.get_mut(..granted as usize) else { return Served::Done(0) };
             match getrandom(&mut *bytes, GetRandomFlags::empty()) {
-                // Up to 256 bytes come whole; a longer request may be interrupted, and is then answered with less.
+                // The kernel may interrupt a request of more than 256 bytes, and the answer is then
+                // shorter.
                 Ok(got) => {
                     let got = bytes.get(..got).unwrap_or_default();
                     Served::Done(chain.write(memory, 0, got) as u32)
@@ -112,13 +113,13 @@ impl VirtioDevice for Rng {
             }
         })?;
         if let Some(error) = failed {
-            rings.warn(format_args!("the kernel gives no entropy: {error}"));
+            rings.warn(format_args!("the kernel provides no entropy: {error}"));
         }
         if late { Ok(self.wait()?) } else { Ok(()) }
     }
 
     fn on_ready(&mut self, _token: u64, rings: &mut Rings) -> Result<(), Fault> {
-        // Only so that it is not ready any more.
+        // Clears the timer.
         let _ = rustix::io::read(&self.timer, &mut [0; 8]);
         self.waiting = false;
         self.process_queue(QUEUE, rings)

@@ -1,4 +1,5 @@
-//! The serial port (16550A, from `vm-superio`). What the guest prints goes to a [`ConsoleLog`]. It has no input.
+//! The serial port (16550A, from `vm-superio`). What the guest prints goes to a [`ConsoleLog`]. It
+//! has no input.
 
 use crate::{Device, Interrupt, State, StateError, console_log::ConsoleLog};
 use serde::{Deserialize, Serialize};

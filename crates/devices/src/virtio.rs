@@ -1,9 +1,10 @@
-//! What a virtio device is written against: its trait, its queues, and chains of guest memory that were checked.
+//! The interface for virtio devices: their trait, their queues, and checked chains of guest memory.
 //!
-//! A [`Chain`] is a descriptor chain as a typed value: read once, bounded, every piece within RAM, what the device
-//! reads before what it writes. A chain that is not like this never reaches a device: it is given back to the guest with
-//! nothing written. A queue that is itself broken (an index out of range, a ring outside of RAM) is a [`Fault`]; the
-//! transport then stops the device and tells the guest that it needs a reset, as the specification says.
+//! A [`Chain`] is a descriptor chain as a typed value: read once, bounded, every segment within
+//! RAM, readable segments before writable ones. Other chains never reach a device: the guest gets
+//! them back with nothing written. A queue that is itself broken (an index out of range, a ring
+//! outside RAM) is a [`Fault`]: the transport stops the device and tells the guest that it needs a
+//! reset, as the specification demands.
 
 use crate::{Event, Interrupt, Memory, State, StateError, limit::Limit, watch::Watcher};
 use std::{
@@ -20,10 +21,10 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, VolatileSlice}
 
 pub use crate::watch::Interest;
 
-/// Pieces that a chain may have.
+/// Most segments of a chain.
 pub const MAX_SEGMENTS: usize = 1024;
-/// How long a queue is served at once, before others get their turn. What a request takes comes on top.
-const TURN: Duration = Duration::from_millis(4);
+/// How long a queue is served before others are. The last request may take longer.
+const BUDGET: Duration = Duration::from_millis(4);
 
 /// Interrupt status: a queue was used.
 pub(crate) const INT_USED: u32 = 1;
@@ -32,52 +33,53 @@ pub(crate) const INT_CONFIG: u32 = 2;
 
 /// A virtio device, without its transport.
 ///
-/// The transport calls in this order: `activate` when the driver is ready, then `process_queue` and `on_ready` in any
-/// order, `reset` at any time, after which it is as new. `restore` comes before `start`, on a new device, and includes
-/// what `activate` would have said. All calls are made by one thread at a time.
+/// The transport calls `activate` when the driver is ready, then `process_queue` and `on_ready` in
+/// any order, and `reset` at any time, after which the device is like new. `restore` comes before
+/// `start`, on a new device, and replaces `activate`. Only one thread calls at a time.
 pub trait VirtioDevice: Send {
     fn id(&self) -> u32;
 
-    /// A name for states and log lines.
+    /// Name in states and log lines.
     fn kind(&self) -> &'static str;
 
-    /// Features it offers, besides those of the transport.
+    /// Offered features, besides those of the transport.
     fn features(&self) -> u64;
 
     fn queues(&self) -> &[u16];
 
-    /// The configuration space as it is now. What lies beyond reads as zeroes.
+    /// The configuration space. Addresses beyond it read as zeroes.
     fn config(&self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// A write of the guest to the configuration space.
+    /// The guest writes to the configuration space.
     fn write_config(&mut self, offset: u64, data: &[u8]) {
         let _ = (offset, data);
     }
 
-    /// The driver accepted these features (a subset of what was offered) and is ready.
+    /// The driver is ready and has accepted these features, a subset of the offered ones.
     fn activate(&mut self, features: u64);
 
-    /// The driver starts again from the beginning.
+    /// The driver starts again.
     fn reset(&mut self);
 
-    /// The device may register what it waits for, with tokens of its own below 2^32. Once, after `restore`.
+    /// Registers what the device waits for, with tokens below 2^32. Called once, after `restore`.
     fn start(&mut self, watcher: &Watcher, rings: &mut Rings) -> io::Result<()> {
         let _ = (watcher, rings);
         Ok(())
     }
 
-    /// The guest notified a queue, or may have.
+    /// The guest has notified a queue, or may have.
     fn process_queue(&mut self, queue: usize, rings: &mut Rings) -> Result<(), Fault>;
 
-    /// What it registered under this token is ready.
+    /// The descriptor registered under this token is ready.
     fn on_ready(&mut self, token: u64, rings: &mut Rings) -> Result<(), Fault> {
         let _ = (token, rings);
         Ok(())
     }
 
-    /// Finishes what is in flight. All devices of ours finish each request before they return, so there is nothing.
+    /// Finishes what is in flight. The default does nothing: our devices finish each request before
+    /// they return.
     fn drain(&mut self, deadline: Instant) -> io::Result<()> {
         let _ = deadline;
         Ok(())
@@ -85,39 +87,39 @@ pub trait VirtioDevice: Send {
 
     fn save(&self) -> Result<State, StateError>;
 
-    /// Takes over a state, which is not trusted. `features`: what the driver accepted, checked already.
+    /// Restores a state, which is not trusted. `features` are those that the driver has accepted,
+    /// already checked.
     fn restore(&mut self, state: &State, features: u64) -> Result<(), StateError>;
 }
 
-/// A queue that cannot be served any more.
+/// Why a device cannot serve its queues any more.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
-    /// Its rings make no sense.
     #[error("a queue is broken")]
     Ring(#[from] virtio_queue::Error),
-    /// The backend is broken in a way that the guest has to be told of.
+    /// The backend is broken and the guest must reset the device.
     #[error("the backend failed")]
     Backend(#[from] io::Error),
 }
 
-/// What became of a chain.
+/// What a device did with a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Served {
-    /// Used, with so many bytes written from its beginning.
+    /// Used, with this number of bytes written from its start.
     Done(u32),
-    /// Not now: it stays in the ring, and so do those behind it.
+    /// Not now. It stays in the ring, and so do the chains after it.
     Later,
 }
 
-/// A piece of guest memory, within RAM.
+/// A segment of guest memory, within RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     pub address: GuestAddress,
-    /// Bytes. May be 0.
+    /// May be 0.
     pub len: u32,
 }
 
-/// A descriptor chain that was checked.
+/// A checked descriptor chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     head: u16,
@@ -128,16 +130,14 @@ pub struct Chain {
 /// A chain that the specification does not allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BadChain {
-    /// Loops, or is longer than its table, or ends in the middle.
+    /// The chain loops, leaves its table, or ends in the middle.
     #[error("a descriptor chain does not end")]
     Endless,
-    #[error("a descriptor chain has more than {MAX_SEGMENTS} pieces")]
+    #[error("a descriptor chain has more than {MAX_SEGMENTS} segments")]
     Long,
-    /// A piece is not in RAM.
-    #[error("a descriptor is outside of RAM")]
+    #[error("a descriptor is outside RAM")]
     Outside,
-    /// Readable after writable.
-    #[error("a descriptor to read follows one to write")]
+    #[error("a readable descriptor follows a writable one")]
     Order,
 }
 
@@ -174,31 +174,29 @@ impl Chain {
                 return Err(BadChain::Order);
             }
         }
-        // The iterator stops without a word where a chain loops or leaves its table.
+        // The iterator stops silently where a chain loops or leaves its table.
         if ended { Ok(parsed) } else { Err(BadChain::Endless) }
     }
 
-    /// What the device may read.
     pub fn readable(&self) -> &[Segment] {
         &self.readable
     }
 
-    /// What the device may write.
     pub fn writable(&self) -> &[Segment] {
         &self.writable
     }
 
-    /// Bytes that can be read. At most 4 GiB: the queue ends longer chains.
+    /// At most 4 GiB: the queue cuts longer chains.
     pub fn readable_len(&self) -> u64 {
         total(&self.readable)
     }
 
-    /// Bytes that can be written.
     pub fn writable_len(&self) -> u64 {
         total(&self.writable)
     }
 
-    /// Copies what can be read from `offset` on into `into`. Number of bytes: less than asked for at the end.
+    /// Copies readable bytes from `offset` on into `into`. Returns their number, which is smaller
+    /// at the end of the chain.
     pub fn read(&self, memory: &Memory, offset: u64, into: &mut [u8]) -> usize {
         let mut done = 0;
         for part in slice(&self.readable, offset, into.len() as u64) {
@@ -211,7 +209,8 @@ impl Chain {
         done
     }
 
-    /// Copies `from` to what can be written, from `offset` on. Number of bytes: less than given at the end.
+    /// Copies `from` to the writable bytes from `offset` on. Returns their number, which is smaller
+    /// at the end of the chain.
     pub fn write(&self, memory: &Memory, offset: u64, from: &[u8]) -> usize {
         let mut done = 0;
         for part in slice(&self.writable, offset, from.len() as u64) {
@@ -234,12 +233,12 @@ pub fn slice(segments: &[Segment], offset: u64, len: u64) -> impl Iterator<Item 
         let take = left.min(u64::from(segment.len) - start);
         left -= take;
         let address = segment.address.checked_add(start)?;
-        // Not more than the length it was cut from.
+        // At most the length of the segment.
         (take > 0).then_some(Segment { address, len: take as u32 })
     })
 }
 
-/// Memory behind pieces, for I/O without a copy. A piece may cross regions.
+/// The memory of segments, for I/O without a copy. A segment may cross regions.
 pub fn volatile(
     memory: &Memory,
     segments: impl Iterator<Item = Segment>,
@@ -265,13 +264,14 @@ fn within(memory: &Memory, segment: Segment) -> bool {
     GuestMemoryBackend::check_range(memory, segment.address, segment.len as usize)
 }
 
-/// Why a device's interrupt is raised: the two registers that a driver's interrupt handler accesses, every time. They are
-/// beside the device's lock, so that a vCPU in that handler never waits for I/O of the event loop.
+/// Why an interrupt is raised: the two registers that the interrupt handler of a driver uses every
+/// time. They need no lock of the device, so a vCPU in that handler never waits for I/O of the
+/// event loop.
 #[derive(Debug, Default)]
 pub struct InterruptStatus(AtomicU32);
 
 impl InterruptStatus {
-    /// Serves a read, if it is of the status register.
+    /// Serves a read of the status register. False for other registers.
     pub fn read(&self, offset: u64, data: &mut [u8]) -> bool {
         let mine = offset == u64::from(VIRTIO_MMIO_INTERRUPT_STATUS) && data.len() == 4;
         if mine {
@@ -280,7 +280,7 @@ impl InterruptStatus {
         mine
     }
 
-    /// Serves a write, if it is to the acknowledge register.
+    /// Serves a write to the acknowledge register. False for other registers.
     pub fn write(&self, offset: u64, data: &[u8]) -> bool {
         match <[u8; 4]>::try_from(data) {
             Ok(bits) if offset == u64::from(VIRTIO_MMIO_INTERRUPT_ACK) => {
@@ -300,7 +300,7 @@ impl InterruptStatus {
     }
 }
 
-/// The interrupt of a device and why it is raised.
+/// The interrupt of a device and its status.
 pub(crate) struct Line {
     interrupt: Box<dyn Interrupt>,
     pub(crate) status: Arc<InterruptStatus>,
@@ -315,24 +315,24 @@ impl Line {
 
     pub(crate) fn raise(&mut self, why: u32) {
         self.status.0.fetch_or(why, Ordering::SeqCst);
-        // The guest waits for nothing else: if the line is broken, so is the machine, and its monitor knows.
+        // An error means that the machine itself is broken, which the monitor notices.
         let _ = self.interrupt.raise();
     }
 }
 
-/// The queues of one device, its interrupt, and the memory they are in.
+/// The queues of one device, their memory and the interrupt.
 pub struct Rings {
     pub(crate) memory: Memory,
     pub(crate) queues: Vec<Queue>,
     pub(crate) events: Vec<Event>,
     pub(crate) line: Line,
     pub(crate) limit: Limit,
-    /// The driver is ready, and no queue is broken. Otherwise queues look empty.
+    /// The driver is ready and no queue is broken. Otherwise all queues look empty.
     pub(crate) live: bool,
 }
 
 impl Rings {
-    /// How many chains a queue can hold.
+    /// Number of chains that a queue can hold.
     pub fn size(&self, index: usize) -> u16 {
         self.queues.get(index).map_or(0, QueueT::size)
     }
@@ -341,36 +341,37 @@ impl Rings {
         &self.memory
     }
 
-    /// Looks at this queue again soon.
+    /// Makes the event loop look at this queue again.
     pub fn kick(&self, queue: usize) {
         if let Some(event) = self.events.get(queue) {
-            // Nothing can be done about it; the guest's next notification is as good.
+            // On error the next notification of the guest does the same.
             let _ = event.signal();
         }
     }
 
-    /// Tells the guest that the configuration changed.
+    /// Notifies the guest that the configuration has changed.
     pub fn config_changed(&mut self) {
         self.line.generation = self.line.generation.wrapping_add(1);
         self.line.raise(INT_CONFIG);
     }
 
-    /// A log line that the guest may cause.
+    /// Logs a line that the guest can cause, within a limit.
     pub fn warn(&mut self, what: std::fmt::Arguments<'_>) {
         self.limit.warn(what);
     }
 
-    /// Gives the chains of a queue to `handle`, until it is empty, `handle` says [`Served::Later`], or its turn is over;
-    /// then the queue is kicked. The guest is told of what was used.
+    /// Passes the chains of a queue to `handle` until the queue is empty, `handle` returns
+    /// [`Served::Later`], or [`BUDGET`] is over. In the last case the queue is kicked. Notifies the
+    /// guest of used chains.
     pub fn serve(
         &mut self,
         index: usize,
         mut handle: impl FnMut(&Memory, &Chain) -> Served,
     ) -> Result<(), Fault> {
-        let end = Instant::now() + TURN;
+        let end = Instant::now() + BUDGET;
         let Some(queue) = usable(&mut self.queues, self.live, index) else { return Ok(()) };
         let mut used = false;
-        'turn: loop {
+        'serve: loop {
             queue.disable_notification(&self.memory)?;
             while let Some(chain) = queue.iter(&self.memory)?.next() {
                 let (head, chain) = Chain::parse(&self.memory, chain);
@@ -378,7 +379,7 @@ impl Rings {
                     Ok(Served::Done(written)) => written,
                     Ok(Served::Later) => {
                         queue.go_to_previous_position();
-                        break 'turn;
+                        break 'serve;
                     }
                     Err(why) => {
                         self.limit.warn(format_args!("{why}"));
@@ -389,7 +390,7 @@ impl Rings {
                 used = true;
                 if Instant::now() >= end {
                     self.events.get(index).map(Event::signal);
-                    break 'turn;
+                    break 'serve;
                 }
             }
             if !queue.enable_notification(&self.memory)? {
@@ -402,18 +403,18 @@ impl Rings {
         Ok(())
     }
 
-    /// Takes the next chain, for devices that use several for one thing. It must be given to [`Rings::publish`] or
-    /// [`Rings::untake`]. Notifications are on when there is none.
+    /// Takes the next chain, for devices that use several at once. Each must be passed to
+    /// [`Rings::publish`] or returned by [`Rings::untake`]. Without a chain, notifications are on.
     pub fn take(&mut self, index: usize) -> Result<Option<Chain>, Fault> {
-        // A driver that refills bad chains as fast as they are given back has its turn, and waits for the next.
-        let mut turn = 0;
+        // Bounds a driver that refills bad chains as fast as it gets them back.
+        let mut taken = 0;
         loop {
             let Some(queue) = usable(&mut self.queues, self.live, index) else { return Ok(None) };
-            if turn > queue.size() {
+            if taken > queue.size() {
                 self.events.get(index).map(Event::signal);
                 return Ok(None);
             }
-            turn += 1;
+            taken += 1;
             let Some(chain) = queue.iter(&self.memory)?.next() else {
                 if queue.enable_notification(&self.memory)? {
                     continue;
@@ -431,14 +432,14 @@ impl Rings {
         }
     }
 
-    /// Puts the `count` chains that were taken last back.
+    /// Returns the last `count` taken chains to the queue.
     pub fn untake(&mut self, index: usize, count: usize) {
         if let Some(queue) = self.queues.get_mut(index) {
             (0..count).for_each(|_| queue.go_to_previous_position());
         }
     }
 
-    /// Uses chains, all in one step: the guest sees none of them or all.
+    /// Uses chains in one step: the guest sees all of them or none.
     pub fn publish(&mut self, index: usize, used: &[(Chain, u32)]) -> Result<(), Fault> {
         let Some(queue) = usable(&mut self.queues, self.live, index) else { return Ok(()) };
         let Some(((last, last_len), rest)) = used.split_last() else { return Ok(()) };
@@ -450,10 +451,10 @@ impl Rings {
                 .write_obj((u64::from(chain.head) | u64::from(*len) << 32).to_le(), GuestAddress(at))
                 .map_err(virtio_queue::Error::GuestMemory)?;
         }
-        // Below the size of the queue.
+        // The count is below the size of the queue.
         queue.set_next_used(queue.next_used().wrapping_add(rest.len() as u16));
         queue.add_used(&self.memory, last.head, *last_len)?;
-        // The queue knows of the last only when it decides whether to notify.
+        // The queue considers only the last chain when it decides whether to notify.
         let notify = queue.needs_notification(&self.memory)? || !rest.is_empty();
         if notify {
             self.line.raise(INT_USED);

@@ -1,8 +1,8 @@
 //! VM generation ID: 16 bytes of guest memory that tell a guest that it has become another machine.
 //!
-//! The guest finds their address through ACPI (`VM_Gen_Counter`, object `ADDR`). An interrupt of the generic event device
-//! signals a change, and the kernel of the guest then reseeds. The bytes lie in memory, so a freeze carries them. Each copy
-//! gets new ones before it runs.
+//! The guest finds their address through ACPI (`VM_Gen_Counter`, object `ADDR`). An interrupt of
+//! the generic event device signals a change, and the kernel of the guest then reseeds. The bytes
+//! lie in memory, so a freeze carries them. Each copy gets new ones before it runs.
 
 use crate::{Device, Interrupt, Memory, State, StateError};
 use std::{io, time::Instant};

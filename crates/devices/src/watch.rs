@@ -1,8 +1,8 @@
 //! One descriptor to poll for everything that a device waits for.
 //!
-//! Two epoll instances, one in the other. Queue events and backends are in the inner; the monitor polls the outer.
-//! Pausing takes the inner out of the outer: nothing has to be unregistered, and the monitor does not spin over events
-//! that nobody takes.
+//! There are two epoll instances, one inside the other. Queue events and backends are in the inner
+//! one; the monitor polls the outer one. A pause removes the inner from the outer: nothing needs to
+//! be unregistered, and the monitor does not spin over events that nothing takes.
 
 use rustix::event::{Timespec, epoll};
 use std::{
@@ -14,12 +14,12 @@ use std::{
 /// Events taken at once.
 const BATCH: usize = 16;
 
-/// What a backend waits for.
+/// What to wait for on a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interest {
-    /// That it can be read, or ended.
+    /// Readable, or closed.
     pub read: bool,
-    /// That it can be written.
+    /// Writable.
     pub write: bool,
 }
 
@@ -28,23 +28,21 @@ pub struct Interest {
 pub struct Watcher(Arc<OwnedFd>);
 
 impl Watcher {
-    /// Begins to watch.
     pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::add(&*self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
-    /// Changes what is waited for.
     pub fn set(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&*self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
-    /// Ends it. Closing the descriptor does too, if it has no copy.
+    /// Closing a descriptor removes it too, if it has no copy.
     pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
         Ok(epoll::delete(&*self.0, fd)?)
     }
 }
 
-/// The two instances.
+/// The two epoll instances.
 #[derive(Debug)]
 pub(crate) struct Watch {
     outer: OwnedFd,
@@ -53,7 +51,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Closed at first.
+    /// Starts closed.
     pub(crate) fn new() -> io::Result<Self> {
         let outer = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let inner = Watcher(Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?));
@@ -68,7 +66,7 @@ impl Watch {
         self.outer.as_fd()
     }
 
-    /// Lets events through, or holds them back.
+    /// Lets events through or holds them back.
     pub(crate) fn set_open(&mut self, open: bool) -> io::Result<()> {
         if open && !self.open {
             epoll::add(&self.outer, &*self.inner.0, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
@@ -79,11 +77,11 @@ impl Watch {
         Ok(())
     }
 
-    /// Tokens of what is ready. None while closed.
+    /// Tokens of ready descriptors. Empty while closed.
     pub(crate) fn ready(&self) -> Vec<u64> {
         let mut events = Vec::with_capacity(BATCH);
         if self.open {
-            // Nothing to see is as good as an error; the level stays.
+            // An error is like no event: epoll is level-triggered and reports again.
             let _ = epoll::wait(
                 &*self.inner.0,
                 rustix::buffer::spare_capacity(&mut events),

@@ -344,7 +344,7 @@ fn a_failed_switch_changes_nothing() {
     // Right header, then nothing.
     let cut = store.top("cut");
     cut.set_len(110).unwrap();
-    assert_eq!(switch(disk, cut).unwrap_err().to_string(), "disk layer 2 is cut short");
+    assert_eq!(switch(disk, cut).unwrap_err().to_string(), "disk layer 2 is truncated");
     write(&mut driver, 2, &[8; 512]);
     assert_eq!(read(&mut driver, 1, 1024), [[7; 512], [8; 512]].concat());
 }
@@ -617,7 +617,8 @@ fn write_forever(dir: &Path) -> ! {
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     let before = threads();
     for step in 0..1000 {
-        // A monitor that forks has no threads but its own. The parent of this test waits in vain otherwise.
+        // A monitor that forks has no threads but its own. The parent of this test waits in vain
+        // otherwise.
         assert_eq!(threads(), before);
         let (offset, bytes) = step_of(step);
         put(&mut disk, offset, &bytes);

@@ -72,7 +72,8 @@ fn fold(mut sum: u32) -> u16 {
     sum as u16
 }
 
-/// A header, a frame and what is in it; the checksum of the payload's protocol is left to the other side.
+/// A header, a frame and what is in it; the checksum of the payload's protocol is left to the other
+/// side.
 fn frame(protocol: u8, transport: &[u8], checksum_at: u16, gso: (u8, u16)) -> Vec<u8> {
     let mut ip = vec![0x45, 0];
     ip.extend((20 + transport.len() as u16).to_be_bytes());
@@ -128,7 +129,8 @@ fn give(driver: &mut Driver<Net>, count: usize, len: u32) -> Vec<(u16, u64)> {
     buffers
 }
 
-/// Takes frames until one satisfies `wanted`. The number of buffers it took, and its bytes with the header.
+/// Takes frames until one satisfies `wanted`. The number of buffers it took, and its bytes with the
+/// header.
 fn receive(
     driver: &mut Driver<Net>,
     buffers: &[(u16, u64)],
@@ -218,7 +220,8 @@ fn segmentation_is_left_to_the_other_side() {
         let mut driver = guest(tap, None);
         let buffers = give(&mut driver, 200, 2048);
         driver.run();
-        // 60,000 bytes for a port where nobody listens: the kernel takes it as one and answers with a reset.
+        // 60,000 bytes for a port where nobody listens: the kernel takes it as one and answers with
+        // a reset.
         let mut tcp = 4000_u16.to_be_bytes().to_vec();
         tcp.extend(9_u16.to_be_bytes());
         tcp.extend([0, 0, 0, 1, 0, 0, 0, 1, 0x50, 0x10, 0xff, 0xff, 0, 0, 0, 0]);
@@ -271,7 +274,8 @@ fn a_copy_stands_on_a_tap_of_its_own() {
         no_cable.request(TX, &[lost]);
         drop(no_cable);
         driver.mmio = Driver::bare(Net::new(None, MAC).unwrap(), support::memory()).mmio;
-        // A child that another test is starting may hold a copy of the descriptor, until it is that program.
+        // A child that another test is starting may hold a copy of the descriptor, until it is that
+        // program.
         let end = Instant::now() + Duration::from_secs(10);
         let again = loop {
             match tap::open_offloading("tap0") {

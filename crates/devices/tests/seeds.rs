@@ -27,7 +27,8 @@ fn states_that_nobody_saved() {
     run("state", state::run, 600);
 }
 
-/// States of version 1, as the first release saved them: each is still taken by the device that it is of.
+/// States of version 1, as the first release saved them: each is still taken by the device that it
+/// is of.
 #[test]
 fn states_of_the_first_version_are_taken() {
     for seed in seeds("state") {

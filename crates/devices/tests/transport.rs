@@ -1,4 +1,5 @@
-//! The virtio-mmio transport against drivers that do not keep to the rules, and states that are not true.
+//! The virtio-mmio transport against drivers that do not keep to the rules, and states that are not
+//! true.
 
 mod support;
 
@@ -60,7 +61,8 @@ fn features_are_agreed_on_or_not() {
         driver.set(STATUS, RUNNING);
         assert_eq!(driver.get(STATUS) == RUNNING, agreed);
     }
-    // Too late to change them; bits that do not exist are none; nobody but the device asks for a reset.
+    // Too late to change them; bits that do not exist are none; nobody but the device asks for a
+    // reset.
     let mut driver = agreed();
     driver.set(DRIVER_FEATURES, u32::MAX);
     driver.set(STATUS, !4);
@@ -383,7 +385,8 @@ fn a_state_cut_anywhere_is_refused() {
 }
 
 proptest! {
-    /// Whatever registers a guest writes in whatever order, the device answers, and a reset makes it usable.
+    /// Whatever registers a guest writes in whatever order, the device answers, and a reset makes
+    /// it usable.
     #[test]
     fn any_order_of_writes_can_be_mended(writes in proptest::collection::vec((any::<u8>(), any::<u32>()), 0..200)) {
         let mut driver = Driver::bare(rng(), memory());

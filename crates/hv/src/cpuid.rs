@@ -1,12 +1,14 @@
-//! Which processor a guest sees.
+//! The processor that a guest sees.
 //!
-//! Programs look at CPUID once and rely on it ever after, so a machine can only be thawed where every feature that
-//! it was shown still exists. `baseline` shows a named set that servers of the last decade share (what compilers
-//! call x86-64-v3, and the bits against speculation attacks); `host` shows all that this host has. Either way
-//! what was shown is recorded, and a host that lacks some of it is told by name.
+//! Programs read CPUID once and rely on it from then on, so a machine can only be thawed where
+//! every feature that it has seen still exists. `baseline` shows a named set that servers of the
+//! last decade share: x86-64-v3, as compilers call it, and the bits against speculation attacks.
+//! `host` shows all features of the host. The model is recorded either way, and a host that lacks a
+//! feature is refused with its name.
 //!
-//! No guest sees a performance counter (its state is the host's), asynchronous page faults (a page that was on its
-//! way when the machine was frozen would never arrive in a copy), or nested virtualisation.
+//! No guest sees performance counters (their state belongs to the host), asynchronous page faults
+//! (a page that was under way at the freeze would never arrive in a copy), or nested
+//! virtualisation.
 
 use crate::{Error, Result};
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
@@ -15,17 +17,17 @@ use serde::{Deserialize, Serialize};
 /// A named set of features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 pub enum Baseline {
-    /// What servers of the last decade share: copies move between them.
+    /// Features that servers of the last decade share. Copies can move between them.
     #[default]
     Baseline,
-    /// Everything this host has: copies stay on hosts like it.
+    /// All features of this host. Copies stay on hosts like it.
     Host,
 }
 
 pub const CPU_MODEL: u32 = 1;
 /// More entries than any processor has.
 const MAX_ENTRIES: usize = 128;
-/// Vendor and highest leaf.
+/// The leaf with the vendor and the highest leaf.
 const VENDOR: u32 = 0;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,13 +39,13 @@ enum Register {
 }
 use Register::{Eax, Ebx, Ecx, Edx};
 
-/// A register full of feature bits: leaf, index, and the names of those in the baseline.
+/// A register of feature bits, and the names of those in the baseline.
 struct Word {
     leaf: u32,
     index: u32,
     register: Register,
     baseline: &'static [(u8, &'static str)],
-    /// Not features: the guest's own doing, or filled in for each machine.
+    /// Bits that are not features: the guest sets them, or they depend on the machine.
     ignored: u32,
 }
 
@@ -61,9 +63,9 @@ const LEAF_1_EDX: &[(u8, &str)] = &[
 
 #[rustfmt::skip]
 const WORDS: &[Word] = &[
-    // HT says how many vCPUs there are.
+    // HT depends on the number of vCPUs.
     Word { leaf: 1, index: 0, register: Edx, baseline: LEAF_1_EDX, ignored: 1 << 28 },
-    // OSXSAVE is what the guest switched on.
+    // The guest controls OSXSAVE.
     Word { leaf: 1, index: 0, register: Ecx, ignored: 1 << 27, baseline: &[
         (0, "sse3"), (1, "pclmulqdq"), (9, "ssse3"), (12, "fma"), (13, "cx16"), (17, "pcid"), (19, "sse4_1"),
         (20, "sse4_2"), (21, "x2apic"), (22, "movbe"), (23, "popcnt"), (24, "tsc_deadline"), (25, "aes"),
@@ -74,7 +76,7 @@ const WORDS: &[Word] = &[
         (0, "fsgsbase"), (1, "tsc_adjust"), (3, "bmi1"), (5, "avx2"), (7, "smep"), (8, "bmi2"), (9, "erms"),
         (10, "invpcid"), (18, "rdseed"), (19, "adx"), (20, "smap"), (23, "clflushopt"),
     ]),
-    // OSPKE is what the guest switched on.
+    // The guest controls OSPKE.
     Word { leaf: 7, index: 0, register: Ecx, ignored: 1 << 4, baseline: &[(2, "umip"), (22, "rdpid")] },
     word(7, 0, Edx, &[
         (10, "md_clear"), (26, "spec_ctrl"), (27, "stibp"), (28, "flush_l1d"), (29, "arch_capabilities"), (31, "ssbd"),
@@ -100,7 +102,8 @@ const WORDS: &[Word] = &[
     word(0x8000_0021, 0, Eax, &[]),
 ];
 
-/// Leaves of the baseline that are not features: vendor, caches, state sizes, hypervisor, names, address sizes.
+/// Leaves of the baseline that are not features: vendor, caches, state sizes, hypervisor, names,
+/// address sizes.
 const PLAIN_LEAVES: [u32; 14] = [
     0,
     2,
@@ -119,7 +122,8 @@ const PLAIN_LEAVES: [u32; 14] = [
 ];
 /// Highest leaf of the baseline.
 const LAST_LEAF: u32 = 0xd;
-/// Shown to no guest: performance counters, nested virtualisation, extended topology (ours is leaf 0xb).
+/// Hidden from every guest: performance counters, nested virtualisation, extended topology (ours is
+/// leaf 0xb).
 const HIDDEN_LEAVES: [u32; 4] = [0xa, 0xb, 0x1f, 0x8000_000a];
 /// Bits of 0x4000_0001 EAX about asynchronous page faults.
 const ASYNC_FAULTS: u32 = 1 << 4 | 1 << 10 | 1 << 14;
@@ -127,20 +131,20 @@ const ASYNC_FAULTS: u32 = 1 << 4 | 1 << 10 | 1 << 14;
 const VMX: u32 = 1 << 5;
 const SVM: u32 = 1 << 2;
 
-/// What the guest is shown, the same for every vCPU except its number.
+/// The processor that a guest sees. It is the same for every vCPU except its number.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct CpuModel {
     pub version: u32,
-    /// Which set it was made from.
     pub baseline: Baseline,
-    /// How many vCPUs the machine has.
+    /// Number of vCPUs of the machine.
     pub vcpus: u8,
     /// Leaf, index, flags, EAX, EBX, ECX, EDX.
     pub entries: Vec<[u32; 7]>,
 }
 
 impl CpuModel {
-    /// The model that a machine with `vcpus` vCPUs sees on this host ([`crate::Kvm::supported_cpuid`]).
+    /// The model that a machine with `vcpus` vCPUs sees on this host
+    /// ([`crate::Kvm::supported_cpuid`]).
     #[must_use]
     pub fn new(host: &CpuId, baseline: Baseline, vcpus: u8) -> Self {
         Self::from_host(host.as_slice(), baseline, vcpus)
@@ -194,7 +198,7 @@ impl CpuModel {
         if missing.is_empty() { Ok(()) } else { Err(Error::Features(missing.join(", "))) }
     }
 
-    /// As KVM takes it for vCPU `id`.
+    /// The entries that KVM takes for vCPU `id`.
     pub(crate) fn for_vcpu(&self, id: u8) -> Result<CpuId> {
         let mut entries: Vec<_> = self.entries.iter().map(entry).collect();
         let (id, count) = (u32::from(id), u32::from(self.vcpus.max(1)));
@@ -205,7 +209,7 @@ impl CpuModel {
                     entry.ebx = entry.ebx & 0xffff | count << 16 | id << 24;
                     entry.edx = entry.edx & !(1 << 28) | u32::from(count > 1) << 28;
                 }
-                // Caches of the first two levels are a core's, others everybody's.
+                // A core has its own first and second level caches. All cores share the others.
                 4 if entry.eax & 0x1f != 0 => {
                     let sharers = if entry.eax >> 5 & 7 >= 3 { count - 1 } else { 0 };
                     entry.eax = entry.eax & 0x3fff | sharers << 14 | (count - 1).min(63) << 26;
@@ -215,7 +219,7 @@ impl CpuModel {
                 _ => {}
             }
         }
-        // One thread a core, all cores in one package.
+        // One thread per core, all cores in one package.
         let flags = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
         entries.push(entry(&[0xb, 0, flags, 0, 1, 1 << 8, id]));
         entries.push(entry(&[0xb, 1, flags, shift, count, 2 << 8 | 1, id]));
@@ -256,7 +260,7 @@ impl Word {
     }
 }
 
-/// Reduces an entry to the baseline. Is there anything left to show?
+/// Reduces an entry to the baseline. False if the guest must not see it.
 fn keep(entry: &mut kvm_cpuid_entry2) -> bool {
     let plain = PLAIN_LEAVES.contains(&entry.function) || entry.function == 1;
     let words: Vec<_> = WORDS.iter().filter(|w| (w.leaf, w.index) == (entry.function, entry.index)).collect();
@@ -264,13 +268,13 @@ fn keep(entry: &mut kvm_cpuid_entry2) -> bool {
         return false;
     }
     if !plain {
-        // Only what is named.
+        // Registers without named features are cleared.
         for register in [Eax, Ebx, Ecx, Edx] {
             if !words.iter().any(|word| word.register == register) {
                 *register.of_mut(entry) = 0;
             }
         }
-        // How many indexes leaf 7 has.
+        // EAX of leaf 7 is the highest index.
         if entry.function == 7 {
             entry.eax = 0;
         }
@@ -361,14 +365,14 @@ mod tests {
         let error = model.check_against(&host).unwrap_err().to_string();
         assert_eq!(
             error,
-            "this host's processor has no avx2, bit 16 of CPUID 0x7.0 Ebx, which the machine was started with"
+            "the processor of this host lacks avx2, bit 16 of CPUID 0x7.0 Ebx, which the machine was started with"
         );
         // The baseline does not need the second.
         let small =
             CpuModel::from_host(&everything(), Baseline::Baseline, 1).check_against(&host).unwrap_err();
         assert_eq!(
             small.to_string(),
-            "this host's processor has no avx2, which the machine was started with"
+            "the processor of this host lacks avx2, which the machine was started with"
         );
     }
 

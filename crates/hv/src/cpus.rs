@@ -1,14 +1,15 @@
 //! vCPU threads: running, or parked.
 //!
 //! ```text
-//!            run()                     a vCPU cannot go on
+//!            run()                     a vCPU cannot continue
 //!  parked ──────────> running ───────────────────────────> ended
 //!     ▲                  │
 //!     └──── park() ──────┘
 //! ```
 //!
-//! A running thread holds its vCPU; a parked one has settled it (see [`Vcpu::complete_exit`]), given it back and waits.
-//! So whoever parked them may look into every vCPU, and fork.
+//! A running thread holds its vCPU. A parked thread has completed its last exit (see
+//! [`Vcpu::complete_exit`]), has given back the vCPU and waits. So the thread that parked them may
+//! use every vCPU, and may fork.
 #![allow(unsafe_code)]
 
 use crate::{Bus, End, Error, Exit, Result, Vcpu, state::VcpuState};
@@ -24,7 +25,7 @@ use std::{
 
 /// Bytes of a vCPU thread's stack.
 const STACK: usize = 256 << 10;
-/// How often a thread that did not stop is told again.
+/// How long to wait before kicking a thread again that has not stopped.
 const KICK_AGAIN: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +39,7 @@ enum Wanted {
 struct State {
     wanted: Wanted,
     parked: usize,
-    /// When the last of them left, since they were told to.
+    /// When the last vCPU left the parked state, since the last change of `wanted`.
     left: Option<Instant>,
     ended: Option<End>,
 }
@@ -50,14 +51,15 @@ struct Shared {
     on_end: Box<dyn Fn() + Send + Sync>,
 }
 
-/// A vCPU, and how to make its thread leave the guest.
+/// A vCPU and the flag that makes its thread leave the guest.
 #[derive(Clone)]
 struct VcpuSlot {
     vcpu: Arc<Mutex<Vcpu>>,
     flag: Flag,
 }
 
-/// `immediate_exit` of a vCPU's `kvm_run`. Valid as long as the vCPU, which is in the same [`VcpuSlot`].
+/// `immediate_exit` of a vCPU's `kvm_run`. Valid as long as the vCPU, which is in the same
+/// [`VcpuSlot`].
 #[derive(Clone, Copy)]
 struct Flag(*const AtomicU8);
 
@@ -73,7 +75,7 @@ impl Flag {
     }
 }
 
-/// All vCPUs of a machine, each with its thread.
+/// All vCPUs of a machine, each with a thread.
 pub struct Cpus {
     shared: Arc<Shared>,
     slots: Vec<VcpuSlot>,
@@ -87,7 +89,8 @@ impl std::fmt::Debug for Cpus {
 }
 
 impl Cpus {
-    /// Starts a thread for each vCPU, parked. `on_end` is called, on its thread, when one cannot go on.
+    /// Starts a thread for each vCPU, parked. A vCPU that cannot continue calls `on_end` on its
+    /// thread.
     pub fn start(
         vcpus: Vec<Vcpu>,
         bus: Arc<dyn Bus>,
@@ -114,12 +117,13 @@ impl Cpus {
         Ok(cpus)
     }
 
-    /// Lets them run. Running already: nothing.
+    /// Lets the vCPUs run. No effect if they run.
     pub fn run(&self) {
         self.want(Wanted::Run);
     }
 
-    /// When the last of them was on its way into the guest, after [`Cpus::run`]; waits for that at most so long.
+    /// Waits, `most` at most, until the last vCPU is on its way into the guest after [`Cpus::run`].
+    /// Returns that time.
     #[must_use]
     pub fn running_since(&self, most: Duration) -> Option<Instant> {
         let waiting = |state: &mut State| state.left.is_none() && state.ended.is_none();
@@ -127,7 +131,7 @@ impl Cpus {
         wait.unwrap_or_else(PoisonError::into_inner).0.left
     }
 
-    /// Parks them. Parked already: nothing. On error they run again.
+    /// Parks the vCPUs. No effect if they are parked. On error they run again.
     ///
     /// # Errors
     /// If a vCPU does not stop within `most`.
@@ -136,28 +140,27 @@ impl Cpus {
         self.wait_parked(most).inspect_err(|_| self.want(Wanted::Run))
     }
 
-    /// Are they parked?
     #[must_use]
     pub fn is_parked(&self) -> bool {
         let state = self.state();
         state.wanted == Wanted::Park && state.parked == self.slots.len()
     }
 
-    /// Why the machine cannot go on, if so.
+    /// Why the machine cannot continue, if it cannot.
     #[must_use]
     pub fn ended(&self) -> Option<End> {
         self.state().ended.clone()
     }
 
-    /// The state of each. They must be parked.
+    /// The state of each vCPU. They must be parked.
     pub fn save(&self) -> Result<Vec<VcpuState>> {
         self.each(|vcpu| vcpu.save())
     }
 
-    /// Something for each of them. They must be parked.
+    /// Calls `what` with each vCPU. They must be parked.
     pub fn each<T>(&self, mut what: impl FnMut(&mut Vcpu) -> Result<T>) -> Result<Vec<T>> {
         if !self.is_parked() {
-            return Err(Error::State("the vCPUs run".into()));
+            return Err(Error::State("the vCPUs are running".into()));
         }
         self.slots.iter().map(|slot| what(&mut lock(&slot.vcpu))).collect()
     }
@@ -177,13 +180,15 @@ impl Cpus {
         }
     }
 
-    /// Whatever a thread does now, it will see what is wanted. In the guest: the signal makes it leave. About to
-    /// enter: `immediate_exit` makes it leave. It clears that flag before it looks what is wanted, never after.
+    /// Makes every thread look at `wanted`. The signal makes a thread leave the guest. If it is
+    /// about to enter, `immediate_exit` makes it leave. A thread clears that flag before it reads
+    /// `wanted`, never after.
     fn kick(&self) {
         use std::os::unix::thread::JoinHandleExt;
         for (slot, thread) in self.slots.iter().zip(&self.threads) {
             slot.flag.set(1);
-            // SAFETY: the thread was not joined: that happens in `drop` only, and nothing is kicked afterwards.
+            // SAFETY: the thread has not been joined: only `drop` joins threads, and nothing is
+            // kicked afterwards.
             unsafe { libc::pthread_kill(thread.as_pthread_t(), libc::SIGRTMIN()) };
         }
     }
@@ -228,7 +233,7 @@ impl Drop for Cpus {
     }
 }
 
-/// What a vCPU thread does.
+/// The loop of a vCPU thread.
 fn serve(slot: &VcpuSlot, shared: &Shared) {
     loop {
         let mut state = lock(&shared.state);
@@ -262,13 +267,14 @@ fn serve(slot: &VcpuSlot, shared: &Shared) {
     }
 }
 
-/// A guard whatever happened to the last holder: a panic ends the process (`panic = "abort"`), or a test.
+/// Ignores poisoning: a panic ends the process, or a test.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Handles the signal that makes `KVM_RUN` return, by nothing. Early in the life of a process: all its copies inherit it, so the
-/// signal, the only one that relatives may send each other, never ends one.
+/// Installs an empty handler for the signal that makes `KVM_RUN` return. Call it early: all copies
+/// inherit the handler, so this signal, the only one that relatives may send each other, never ends
+/// a process.
 pub fn install_kick() -> Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     static ONCE: Once = Once::new();

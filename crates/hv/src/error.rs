@@ -1,34 +1,31 @@
-//! What can go wrong between us and KVM.
+//! Errors of KVM, of guest memory, and of saved states.
 
 use std::io;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of KVM, of guest memory, or of a state that does not fit.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{0} failed")]
     Call(&'static str, #[source] io::Error),
-    /// A model-specific register has a value that this host does not take.
-    #[error("the host's KVM refuses the value of MSR {0:#x}")]
+    /// This host refuses the value of a model-specific register.
+    #[error("KVM on this host refuses the value of MSR {0:#x}")]
     Msr(u32),
     /// The host lacks something that every machine needs.
-    #[error("KVM of this host has no {0}")]
+    #[error("KVM on this host has no {0}")]
     Missing(&'static str),
-    /// A saved state asks for what is not possible; the sentence says which part and why.
+    /// A saved state cannot be restored. The sentence says which part and why.
     #[error("{0}")]
     State(String),
-    /// The processor that a machine was frozen on has features that this one has not.
-    #[error("this host's processor has no {0}, which the machine was started with")]
+    /// The processor lacks features that the machine was started with.
+    #[error("the processor of this host lacks {0}, which the machine was started with")]
     Features(String),
-    /// Guest RAM of this size cannot be laid out.
     #[error("guest memory of {0} bytes: not a multiple of 4096 between 1 MiB and 64 GiB")]
     Size(u64),
     /// vCPUs did not stop in time.
     #[error("{0} of {1} vCPUs did not stop within {2} ms")]
     Park(usize, usize, u128),
-    /// The page map that was handed over belongs to another process.
-    #[error("the page map that was handed over is not this process's own")]
+    #[error("the page map belongs to another process")]
     ForeignPagemap,
 }
 

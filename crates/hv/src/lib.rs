@@ -1,4 +1,4 @@
-//! KVM, guest memory and fork, behind a small safe interface.
+//! KVM, guest memory and fork behind a small safe interface.
 //!
 //! ```text
 //!   Kvm ── create_vm(GuestRam) ──> Vm ── create_vcpu(CpuModel) ──> Vcpu ──┐
@@ -10,8 +10,8 @@
 //!   persist  GuestRam::write_private: what differs from the base file
 //! ```
 //!
-//! Guest memory is private to a process, and fork(2) copies it on write. The rest of a machine is small and plain
-//! data ([`state`]). The only crate of the monitor with `unsafe`, besides one file of `vmm`.
+//! Guest memory is private to a process, and fork(2) copies it on write. The rest of a machine is
+//! small and plain data ([`state`]).
 
 pub mod cpuid;
 mod cpus;

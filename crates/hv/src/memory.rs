@@ -1,4 +1,4 @@
-//! Guest RAM: one private mapping, over nothing or over a file that nobody ever writes.
+//! Guest RAM: private mappings, over nothing or over a file that is never written.
 //!
 //! ```text
 //!  guest     0 ─────────── 3 GiB   (hole: devices)   4 GiB ──────────── ...
@@ -6,14 +6,15 @@
 //!  vm.mem    0 ─────────── 3 GiB ─────────────────── size            (no hole)
 //! ```
 //!
-//! Memory belongs to the process alone (`MAP_PRIVATE`): fork(2) copies it on write, and over a file a write
-//! makes a page private. What is private now is therefore all that differs from the file, with one exception:
-//! a block that was discarded. `MADV_DONTNEED` on a mapping of a file would show the file again (DESIGN finding 5), so
-//! a discarded block is replaced by fresh anonymous memory, and remembered: pages that it does not have are
-//! zeroes, not the file's.
+//! Memory is private to the process (`MAP_PRIVATE`): fork(2) copies it on write, and over a file a
+//! write makes a page private. So the private pages are all that differs from the file, with one
+//! exception: discarded blocks. `MADV_DONTNEED` on a mapping of a file would show the file again
+//! (DESIGN finding 5). So a discarded block is replaced by fresh anonymous memory and remembered:
+//! its missing pages are zeroes, not those of the file.
 //!
-//! Blocks that are holes of the file are anonymous memory from the start, and all anonymous memory is asked to have huge
-//! pages: what a machine fills that its template left free is then copied by a fork in a 512th of the entries (RFD 009).
+//! Blocks that are holes of the file are anonymous memory from the start, and all anonymous memory
+//! asks for huge pages. For memory that a template left free and a machine fills, a fork then
+//! copies a 512th of the page-table entries (RFD 009).
 #![allow(unsafe_code)]
 
 use crate::{Error, Result};
@@ -32,10 +33,10 @@ use vm_memory::{
     mmap::{MmapRegion, MmapRegionBuilder},
 };
 
-/// Where devices live below 4 GiB: no RAM.
+/// The device addresses below 4 GiB. There is no RAM.
 pub const HOLE: Range<u64> = 3 << 30..4 << 30;
-/// Memory lies over a file in blocks of this size, and is discarded in them there: each may cost the kernel a mapping. A huge
-/// page is as large.
+/// Memory over a file is mapped and discarded in blocks of this size: each may cost the kernel a
+/// mapping. A huge page has the same size.
 pub const BLOCK: u64 = 2 << 20;
 const PAGE: u64 = keiki_sys::pages::PAGE;
 const MIN: u64 = 1 << 20;
@@ -44,10 +45,9 @@ const MAX: u64 = 64 << 30;
 /// Guest memory as devices and loaders see it.
 pub type Memory = GuestMemoryMmap<()>;
 
-/// Whether the kernel is asked for huge pages.
+/// Whether to ask the kernel for huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HugePages {
-    /// Not asked.
     #[default]
     No,
     /// `MADV_HUGEPAGE`.
@@ -66,7 +66,7 @@ pub struct Span {
     pub len: u64,
 }
 
-/// The spans of RAM of this size, with no address in this process yet.
+/// The spans of RAM of this size, not yet mapped.
 pub fn layout(size: u64) -> Result<Vec<Span>> {
     if !(MIN..=MAX).contains(&size) || !size.is_multiple_of(PAGE) {
         return Err(Error::Size(size));
@@ -79,24 +79,24 @@ pub fn layout(size: u64) -> Result<Vec<Span>> {
     Ok(spans)
 }
 
-/// All RAM of one machine. A clone is the same memory.
+/// All RAM of one machine. A clone shares the memory.
 #[derive(Debug, Clone)]
 pub struct GuestRam {
     memory: Memory,
     spans: Vec<Span>,
     size: u64,
-    /// Blocks that lay over a file when it was mapped.
+    /// Blocks that lay over the file at first.
     mapped: Blocks,
-    /// Those that still do.
+    /// Blocks that still lie over the file.
     over_file: Blocks,
 }
 
-/// A set of blocks: a bit for each.
+/// A set of blocks, one bit each.
 #[derive(Debug, Clone)]
 struct Blocks(Arc<[AtomicU64]>);
 
 impl Blocks {
-    /// None of those that RAM of this size has.
+    /// An empty set for RAM of this size.
     fn none(size: u64) -> Self {
         Self((0..size.div_ceil(BLOCK).div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
     }
@@ -142,7 +142,7 @@ impl GuestRam {
         Ok(ram)
     }
 
-    /// RAM that shows `file`, privately: what is written stays in this process. The descriptor is not needed
+    /// RAM over `file`, mapped privately: writes stay in this process. The descriptor is not needed
     /// afterwards.
     pub fn over(file: &File) -> Result<Self> {
         let looking = "looking at the memory file";
@@ -165,13 +165,12 @@ impl GuestRam {
         Ok(ram)
     }
 
-    /// As devices and loaders see it.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Its parts, in order.
+    /// In the order of guest addresses.
     #[must_use]
     pub fn spans(&self) -> &[Span] {
         &self.spans
@@ -182,8 +181,9 @@ impl GuestRam {
         self.size
     }
 
-    /// Frees what it can of `len` bytes at guest address `at`, which read as zeroes then. Returns how many bytes
-    /// it freed: over a file whole blocks only, elsewhere whole pages. What lies outside of RAM is left alone.
+    /// Frees `len` bytes at guest address `at`; they then read as zeroes. Returns the number of
+    /// bytes freed: over a file whole blocks only, elsewhere whole pages. Ignores addresses outside
+    /// RAM.
     ///
     /// # Errors
     /// On error a part of the range may be freed.
@@ -224,19 +224,20 @@ impl GuestRam {
         Ok(freed)
     }
 
-    /// The parts of a memory file that RAM no longer shows: blocks discarded since it was mapped.
+    /// The parts of the memory file that were discarded since it was mapped.
     #[must_use]
     pub fn detached(&self) -> Vec<Range<u64>> {
         self.parts(&(0..self.size), |block| self.mapped.has(block) && !self.over_file.has(block))
     }
 
-    /// What of a part of the memory file RAM still shows: not its holes, nor what was discarded.
+    /// The parts of `part` of the memory file that RAM still lies over: no holes, and nothing that
+    /// was discarded.
     #[must_use]
     pub fn over_file(&self, part: &Range<u64>) -> Vec<Range<u64>> {
         self.parts(part, |block| self.over_file.has(block))
     }
 
-    /// What of a part of the memory file lies in blocks that are wanted.
+    /// The parts of `part` of the memory file that lie in wanted blocks.
     fn parts(&self, part: &Range<u64>, wanted: impl Fn(u64) -> bool) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
         let mut at = part.start;
@@ -255,7 +256,7 @@ impl GuestRam {
         found
     }
 
-    /// Makes pages of these parts of the memory file present, without changing them.
+    /// Makes the pages of these parts of the memory file present without changing them.
     ///
     /// # Errors
     /// An error costs speed only: memory is right all the same.
@@ -265,7 +266,7 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Makes pages of these parts of the memory file private, with what they hold.
+    /// Makes the pages of these parts of the memory file private without changing them.
     ///
     /// # Errors
     /// An error costs speed only: memory is right all the same.
@@ -273,7 +274,7 @@ impl GuestRam {
         self.advise_parts(ranges, libc::MADV_POPULATE_WRITE)
     }
 
-    /// Has the kernel read these parts of the memory file into its page cache, and does not wait for it.
+    /// Asks the kernel to read these parts of the memory file into its page cache. Does not wait.
     ///
     /// # Errors
     /// An error costs speed only: memory is right all the same.
@@ -281,7 +282,6 @@ impl GuestRam {
         self.advise_parts(ranges, libc::MADV_WILLNEED)
     }
 
-    /// Advice about parts of a memory file.
     fn advise_parts(&self, ranges: &[Range<u64>], advice: libc::c_int) -> io::Result<()> {
         ranges.iter().try_for_each(|range| {
             let pages = range.start / PAGE * PAGE..range.end.min(self.size).next_multiple_of(PAGE);
@@ -289,7 +289,7 @@ impl GuestRam {
         })
     }
 
-    /// Where a part of the memory file is: in each span that has some of it.
+    /// Where a part of the memory file lies in RAM: a piece for each span that has some of it.
     pub fn pieces(&self, part: &Range<u64>) -> impl Iterator<Item = Span> {
         self.spans.iter().filter_map(|span| {
             let from = part.start.max(span.offset);
@@ -299,33 +299,35 @@ impl GuestRam {
         })
     }
 
-    /// Makes one page of each span private. fork(2) copies the page tables of a mapping of a file only if it has
-    /// such a page (DESIGN finding 8); without one every copy would take its page faults anew.
+    /// Makes one page of each span private. fork(2) copies the page tables of a file mapping only
+    /// if it has a private page (DESIGN finding 8). Without one every copy would take all page
+    /// faults again.
     fn anchor(&self) {
         use std::sync::atomic::AtomicU8;
         for span in &self.spans {
-            // SAFETY: the first byte of a span lies in a mapping that lives as long as `self`, and is only ever
-            // accessed by the guest, by volatile accesses of devices, and by this atomic addition of nothing.
+            // SAFETY: the first byte of a span lies in a mapping that lives as long as `self`, and
+            // is only ever accessed by the guest, by volatile accesses of devices, and by this
+            // atomic addition of nothing.
             let byte = unsafe { AtomicU8::from_ptr(span.host as *mut u8) };
             byte.fetch_add(0, Ordering::Relaxed);
         }
     }
 
-    /// A kernel that has no huge pages gives none: memory is right without them.
+    /// Asks for huge pages. Memory is right without them.
     fn advise_huge(&self, host: u64, len: u64) {
         let _ = self.advise(host..host + len, libc::MADV_HUGEPAGE);
     }
 
     fn advise(&self, host: Range<u64>, advice: libc::c_int) -> io::Result<()> {
         debug_assert!(self.spans.iter().any(|s| s.host <= host.start && host.end <= s.host + s.len));
-        // SAFETY: the range lies in a span, whose mapping lives as long as `self`. Advice changes what the guest's
-        // memory holds at most, and that is never a Rust reference.
+        // SAFETY: the range lies in a span, whose mapping lives as long as `self`. Advice changes
+        // at most the contents of guest memory, to which there are no Rust references.
         let done = unsafe { libc::madvise(host.start as *mut _, bytes(host.end - host.start), advice) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
 
-/// On x86-64 they are the same size.
+/// `u64` and `usize` have the same size on x86-64.
 #[allow(clippy::cast_possible_truncation)]
 pub(crate) const fn bytes(n: u64) -> usize {
     n as usize
@@ -335,7 +337,7 @@ fn guest_region(region: MmapRegion, at: u64) -> Result<GuestRegionMmap> {
     GuestRegionMmap::new(region, GuestAddress(at)).ok_or(Error::Size(at))
 }
 
-/// Replaces a part of a span: by a private view of a file, or by fresh zero memory.
+/// Replaces a part of a span by a private mapping of a file, or by fresh zero memory.
 fn map_fixed(host: u64, len: u64, over: Option<(&File, u64)>) -> io::Result<()> {
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let (flags, fd, offset) = match over {
@@ -344,8 +346,8 @@ fn map_fixed(host: u64, len: u64, over: Option<(&File, u64)>) -> io::Result<()> 
     };
     let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: callers give a part of a span, which this process mapped for guest memory and nothing else; what was
-    // there is guest memory too, of which there are no Rust references.
+    // SAFETY: callers pass a part of a span, which this process has mapped for guest memory only.
+    // There are no Rust references to guest memory.
     let at = unsafe { libc::mmap(host as *mut _, bytes(len), prot, flags, fd, offset) };
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -1,12 +1,13 @@
-//! Writing out what is private: RAM over its base, into a file.
+//! Writes the private pages of RAM over its base, into a file.
 //!
-//! The file begins as a copy of the base that shares its blocks (or, without a base, empty). Blocks that were
-//! discarded are punched out of it, private pages are written, private pages of zeroes punched. Nothing else is
-//! touched: the cost is that of what changed.
+//! The file starts as a reflink of the base, or empty without a base. Discarded blocks are punched
+//! out of it, private pages are written, and private pages of zeroes are punched. Nothing else is
+//! touched, so the cost follows what has changed.
 //!
-//! Which pages are private is told by `/proc/PID/pagemap`, which this process cannot open: it is not dumpable. It is
-//! handed an open one. One of another process would be scanned without an error, and give a wrong image (DESIGN
-//! finding 3): so some pages are touched, chosen at random, and found again, before it is believed.
+//! `/proc/PID/pagemap` tells which pages are private. This process cannot open it, because it is
+//! not dumpable; it receives an open one. The page map of another process would scan without an
+//! error and give a wrong image (DESIGN finding 3). So before a page map is trusted, some pages,
+//! chosen at random, are touched and looked for in it.
 #![allow(unsafe_code)]
 
 use crate::{Error, GuestRam, Result, memory::bytes};
@@ -17,23 +18,22 @@ use keiki_sys::{
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Copied at once.
+/// Bytes copied at once.
 const CHUNK: u64 = 1 << 20;
-/// One bit of chance for each.
+/// Each adds one random bit.
 const CANARY_PAGES: u64 = 64;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Written {
-    /// Pages with content.
     pub pages: u64,
-    /// Private pages of zeroes, punched.
+    /// Private pages of zeroes, which were punched.
     pub zeroed: u64,
-    /// Bytes of blocks that were discarded, punched.
+    /// Bytes of discarded blocks, which were punched.
     pub discarded: u64,
 }
 
 impl GuestRam {
-    /// The private pages, as ranges of a memory file, in order. Memory must stand still.
+    /// The private pages as ranges of the memory file, in order. Memory must not change meanwhile.
     ///
     /// # Errors
     /// [`Error::ForeignPagemap`] if `pagemap` belongs to another process.
@@ -49,8 +49,8 @@ impl GuestRam {
         Ok(found)
     }
 
-    /// Makes `file`, which holds the base or nothing, hold what RAM holds, of which these pages are private. Memory must
-    /// stand still.
+    /// Writes RAM to `file`, which holds the base or nothing. `private` are the private pages.
+    /// Memory must not change meanwhile.
     pub fn write_private(&self, private: &[Range<u64>], file: &File) -> Result<Written> {
         let mut written = Written::default();
         let failed = Error::io("writing the memory file");
@@ -78,7 +78,7 @@ impl GuestRam {
         Ok(())
     }
 
-    /// What the memory file would hold from `offset` on.
+    /// Reads RAM at an offset of the memory file.
     fn read_file_range(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         let span = self.spans().iter().find(|s| (s.offset..s.offset + s.len).contains(&offset));
         let span = span.ok_or(io::ErrorKind::InvalidInput)?;
@@ -87,7 +87,7 @@ impl GuestRam {
     }
 }
 
-/// Writes runs of pages that have content, punches runs that have not.
+/// Writes runs of pages with content, and punches runs of zeroes.
 fn write_chunk(file: &File, at: u64, chunk: &[u8], written: &mut Written) -> io::Result<()> {
     let page = bytes(PAGE);
     let is_zero = |page: &[u8]| page.iter().all(|byte| *byte == 0);
@@ -110,9 +110,9 @@ fn write_chunk(file: &File, at: u64, chunk: &[u8], written: &mut Written) -> io:
     Ok(())
 }
 
-/// Pages of our own, some of them touched: only our own page map shows which.
+/// Checks that a page map is that of this process: it must show which canary pages were touched.
 fn check_pagemap(pagemap: &File) -> Result<()> {
-    let canary = Canary::new().map_err(Error::io("mapping pages to recognise a page map by"))?;
+    let canary = Canary::new().map_err(Error::io("mapping canary pages"))?;
     let range = canary.at..canary.at + CANARY_PAGES * PAGE;
     let found = private_pages(pagemap, range).map_err(Error::io("scanning private pages"))?;
     let mut seen = 0_u64;
@@ -133,7 +133,7 @@ impl Canary {
     fn new() -> io::Result<Self> {
         let mut touched = [0; 8];
         rustix::rand::getrandom(&mut touched, rustix::rand::GetRandomFlags::empty())?;
-        // Never none, never all.
+        // At least one page, and never all.
         let touched = u64::from_ne_bytes(touched) & !2 | 1;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
@@ -142,12 +142,12 @@ impl Canary {
             return Err(io::Error::last_os_error());
         }
         let canary = Self { at: at as u64, touched };
-        // SAFETY: the mapping is ours. One huge page, or neighbours that come along, would hide the pattern.
+        // SAFETY: the mapping is ours. A huge page would hide the pattern.
         if unsafe { libc::madvise(at, bytes(CANARY_PAGES * PAGE), libc::MADV_NOHUGEPAGE) } != 0 {
             return Err(io::Error::last_os_error());
         }
         for page in (0..CANARY_PAGES).filter(|page| touched & 1 << page != 0) {
-            // SAFETY: the page lies in the mapping, which nobody else knows.
+            // SAFETY: the page lies in the mapping, which only this function uses.
             unsafe { at.cast::<u8>().add(bytes(page * PAGE)).write_volatile(1) };
         }
         Ok(canary)

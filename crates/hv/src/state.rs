@@ -1,7 +1,7 @@
-//! The state of a machine as plain data: what is written to a file and read back with distrust.
+//! The state of a machine as plain data. What is read back from a file is not trusted.
 //!
-//! Each part says its version. The structures inside are the kernel's, whose layout never changes; a new kind of
-//! state is a new field and a higher version.
+//! Each part has a version. The structures inside are those of the kernel, whose layout never
+//! changes. A new kind of state is a new field and a higher version.
 
 use crate::{Error, Result};
 use kvm_bindings::{
@@ -17,9 +17,9 @@ pub const VM_STATE: u32 = 1;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VcpuState {
     pub version: u32,
-    /// Its number, which is its APIC's.
+    /// Number of the vCPU and of its APIC.
     pub id: u8,
-    /// kHz of its time stamp counter; 0 if the host does not say.
+    /// kHz of the time stamp counter. 0 if the host does not tell.
     pub tsc_khz: u32,
     pub regs: kvm_regs,
     /// Segments, control registers, APIC base.
@@ -34,7 +34,7 @@ pub struct VcpuState {
     pub lapic: kvm_lapic_state,
     /// Pending exceptions, interrupts, NMIs.
     pub events: kvm_vcpu_events,
-    /// Running, halted, waiting for its start.
+    /// Running, halted, or waiting for its start.
     pub mp_state: kvm_mp_state,
 }
 
@@ -43,11 +43,9 @@ pub struct VcpuState {
 pub struct VmState {
     pub version: u32,
     pub pic_master: kvm_irqchip,
-    /// The second of the old ones.
     pub pic_slave: kvm_irqchip,
-    /// The new one.
     pub ioapic: kvm_irqchip,
-    /// Nanoseconds since the machine was made, as its clock (kvmclock) shows them.
+    /// kvmclock: nanoseconds since the machine was made.
     pub clock: kvm_clock_data,
 }
 

@@ -1,8 +1,9 @@
-//! One vCPU: what makes it stop, and its state.
+//! One vCPU: its exits and its state.
 //!
-//! **Parked** means more than stopped. When `KVM_RUN` returns for an access to a device, the access is half done:
-//! KVM finishes it at the next `KVM_RUN`. State saved in between would do the access again in every copy (DESIGN finding 1).
-//! So [`Vcpu::complete_exit`] enters once more with `immediate_exit` set, which finishes the access and runs nothing.
+//! **Parked** means more than stopped. When `KVM_RUN` returns for a device access, the access is
+//! half done: the next `KVM_RUN` finishes it. A state saved in between would repeat the access in
+//! every copy (DESIGN finding 1). So [`Vcpu::complete_exit`] enters once more with `immediate_exit`
+//! set, which finishes the access and runs no instruction.
 #![allow(unsafe_code)]
 
 use crate::{
@@ -20,16 +21,17 @@ use std::{io, os::fd::AsRawFd, sync::atomic::AtomicU8};
 const MSR_TSC: u32 = 0x10;
 const MSR_TSC_DEADLINE: u32 = 0x6e0;
 
-/// A part of a state, and how it is put into a vCPU.
+/// A part of a state, and how to restore it.
 type Part = (&'static str, fn(&Vcpu, &VcpuState) -> Result<()>);
 
-/// How a state is put into a vCPU, whose CPUID is set already (DESIGN finding 11). What depends on the order:
+/// The order in which a state is restored, after CPUID (DESIGN finding 11):
 ///
-/// - the counter's rate before the counter; the counter before the other registers, whose deadlines are told by it
-/// - the special registers before the APIC, which is where, and what, they say
-/// - the enabled states before the states themselves
-/// - the deadline behind the APIC: it means nothing, and is lost, until the APIC's timer is in that mode
-/// - events late, because what comes before may change them; running or halted last
+/// - the rate of the counter before the counter, and the counter before other registers, whose
+///   deadlines depend on it
+/// - the special registers before the APIC: they give its address and its mode
+/// - the enabled extended states before the states themselves
+/// - the deadline after the APIC: it is lost unless the timer of the APIC is in deadline mode
+/// - events late, because earlier steps may change them; running or halted last
 const ORDER: [Part; 12] = [
     ("tsc rate", |vcpu, state| vcpu.set_tsc_khz(state.tsc_khz)),
     ("special registers", |vcpu, state| vcpu.set_sregs(&state.sregs)),
@@ -49,27 +51,24 @@ const ORDER: [Part; 12] = [
     ("mp state", |vcpu, state| vcpu.set_mp_state(state.mp_state)),
 ];
 
-/// What a guest reaches by ports and addresses that are not memory. Called on vCPU threads.
+/// Serves accesses of the guest to ports and to addresses outside RAM. Called on vCPU threads.
 pub trait Bus: Send + Sync {
-    /// `IN`: fill `data`, one to four bytes.
+    /// Fills `data`, one to four bytes.
     fn port_read(&self, port: u16, data: &mut [u8]);
     fn port_write(&self, port: u16, data: &[u8]);
-    /// A read from an address, one to eight bytes.
+    /// Fills `data`, one to eight bytes.
     fn read(&self, address: u64, data: &mut [u8]);
-    /// A write to an address.
     fn write(&self, address: u64, data: &[u8]);
 }
 
-/// Why a vCPU cannot go on.
+/// Why a vCPU cannot continue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
-    /// Triple fault: how many guests reboot.
+    /// Triple fault. Many guests reboot this way.
     Shutdown,
-    /// The guest asked to be switched off.
     PowerOff,
-    /// The guest asked for a reset.
     Reset,
-    /// KVM or the processor refused; what it said.
+    /// KVM or the processor refused to run it.
     Failed(String),
 }
 
@@ -87,15 +86,15 @@ impl std::fmt::Display for End {
 /// How one entry into the guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Exit {
-    /// A device was accessed, through the bus.
+    /// The bus served a device access.
     Served,
     /// A signal, or `immediate_exit`.
     Interrupted,
-    /// It cannot go on.
+    /// The vCPU cannot continue.
     End(End),
 }
 
-/// A vCPU. Whoever has it may enter the guest.
+/// A vCPU. Its holder may enter the guest.
 #[derive(Debug)]
 pub struct Vcpu {
     fd: VcpuFd,
@@ -112,8 +111,8 @@ impl Vcpu {
         run_size: usize,
     ) -> Result<Self> {
         let run: *mut kvm_bindings::kvm_run = fd.get_kvm_run();
-        // A copy of the process that kept this mapping would keep the whole virtual machine alive.
-        // SAFETY: the range is the mapping that `fd` owns; the advice changes what fork does, nothing here.
+        // In a copy of the process this mapping would keep the whole virtual machine alive. SAFETY:
+        // the range is the mapping that `fd` owns; the advice changes what fork does, nothing here.
         if unsafe { libc::madvise(run.cast(), run_size, libc::MADV_DONTFORK) } != 0 {
             return Err(Error::Call("madvise", io::Error::last_os_error()));
         }
@@ -131,7 +130,7 @@ impl Vcpu {
         (&raw mut self.fd.get_kvm_run().immediate_exit).cast_const().cast()
     }
 
-    /// Enters the guest until it needs something, and serves that from `bus`.
+    /// Enters the guest until it exits, and serves the exit from `bus`.
     pub fn run(&mut self, bus: &dyn Bus) -> Exit {
         match self.fd.run() {
             Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => self.port_access(bus),
@@ -159,7 +158,7 @@ impl Vcpu {
         }
     }
 
-    /// One element after the other: a string instruction moves many with one exit.
+    /// Serves one element after the other: a string instruction moves many with one exit.
     fn port_access(&mut self, bus: &dyn Bus) -> Exit {
         let run = self.fd.get_kvm_run();
         debug_assert_eq!(run.exit_reason, KVM_EXIT_IO);
@@ -167,8 +166,8 @@ impl Vcpu {
         let io = unsafe { run.__bindgen_anon_1.io };
         let (size, count) = (usize::from(io.size).clamp(1, 4), io.count as usize);
         let base: *mut u8 = std::ptr::from_mut(run).cast();
-        // SAFETY: the kernel put `count` elements of `size` bytes at this offset of the mapping that `run` begins,
-        // and nobody else looks at it while `self` is borrowed.
+        // SAFETY: the kernel put `count` elements of `size` bytes at this offset of the mapping
+        // that `run` begins, and nothing else uses it while `self` is borrowed.
         let data = unsafe { std::slice::from_raw_parts_mut(base.add(io.data_offset as usize), size * count) };
         for element in data.chunks_exact_mut(size) {
             if u32::from(io.direction) == KVM_EXIT_IO_IN {
@@ -188,8 +187,8 @@ impl Vcpu {
         format!("KVM internal error {suberror} at {rip:#x}")
     }
 
-    /// Lets the guest have these addresses of its RAM for reading, without the exit that each page costs otherwise. Where KVM
-    /// cannot do so (before Linux 6.11), nothing happens.
+    /// Maps these addresses of RAM into the guest for reading, without the exit that each page
+    /// costs otherwise. No effect before Linux 6.11.
     ///
     /// # Errors
     /// On error the pages before it stay mapped.
@@ -197,7 +196,7 @@ impl Vcpu {
         /// `_IOWR(KVMIO, 0xd5, struct kvm_pre_fault_memory)`.
         const KVM_PRE_FAULT_MEMORY: libc::Ioctl = 0xc040_aed5;
         let mut range = kvm_pre_fault_memory { gpa: address, size: len, ..kvm_pre_fault_memory::default() };
-        // It may stop anywhere, and says in `range` what is left.
+        // The call may stop early. It leaves the rest in `range`.
         while range.size > 0 {
             // SAFETY: the descriptor is a vCPU's, and the request takes this structure.
             if unsafe { libc::ioctl(self.fd.as_raw_fd(), KVM_PRE_FAULT_MEMORY, &raw mut range) } == 0 {
@@ -213,7 +212,7 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Finishes an access to a device that is half done, without running the guest.
+    /// Finishes a device access that is half done, without running the guest.
     pub fn complete_exit(&mut self, bus: &dyn Bus) -> Result<(), End> {
         self.fd.set_kvm_immediate_exit(1);
         // A string instruction or a wide access may need several rounds.
@@ -260,7 +259,7 @@ impl Vcpu {
         self.fd.set_lapic(lapic).map_err(Error::errno("KVM_SET_LAPIC"))
     }
 
-    /// Sets model-specific registers, in this order.
+    /// Sets model-specific registers, in order.
     ///
     /// # Errors
     /// Names the register that KVM refuses.
@@ -280,7 +279,8 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Those that can be read. The kernel stops at the first that cannot: go on behind it.
+    /// Reads the model-specific registers. The kernel stops at the first that it cannot read:
+    /// continue after it.
     fn msrs(&self) -> Result<Vec<(u32, u64)>> {
         let mut found = Vec::with_capacity(self.msrs.len());
         let mut rest = self.msrs.as_slice();
@@ -300,9 +300,9 @@ impl Vcpu {
         Ok(found)
     }
 
-    /// Its state. Only after [`Vcpu::complete_exit`].
+    /// Its state. Call it only after [`Vcpu::complete_exit`].
     pub fn save(&self) -> Result<VcpuState> {
-        // Asking for the MP state lets KVM take in pending INIT and SIPI: first. Events: last.
+        // First the MP state: reading it makes KVM process pending INIT and SIPI. Last the events.
         let mp_state = self.fd.get_mp_state().map_err(Error::errno("KVM_GET_MP_STATE"))?;
         Ok(VcpuState {
             version: VCPU_STATE,
@@ -320,7 +320,7 @@ impl Vcpu {
         })
     }
 
-    /// Puts a state in, in the order of [`ORDER`].
+    /// Restores a state, in the order of [`ORDER`].
     pub fn restore(&self, state: &VcpuState) -> Result<()> {
         check_version("vCPU", state.version, VCPU_STATE)?;
         if state.id != self.id {
@@ -335,8 +335,8 @@ impl Vcpu {
     }
 
     fn put_xsave(&self, state: &VcpuState) -> Result<()> {
-        // SAFETY: no feature whose state is larger than this structure is ever enabled: they need a permission
-        // (ARCH_REQ_XCOMP_GUEST_PERM) that this process does not ask for.
+        // SAFETY: no feature whose state is larger than this structure is ever enabled: they need a
+        // permission (ARCH_REQ_XCOMP_GUEST_PERM) that this process does not ask for.
         unsafe { self.fd.set_xsave(&state.xsave) }.map_err(Error::errno("KVM_SET_XSAVE"))
     }
 
@@ -345,19 +345,19 @@ impl Vcpu {
         self.fd.set_mp_state(state).map_err(Error::errno("KVM_SET_MP_STATE"))
     }
 
-    /// Tells the guest, if it uses KVM's clock, that it stood still.
+    /// Tells a guest that uses kvmclock that it was paused.
     pub fn notify_pause(&self) -> Result<()> {
         match self.fd.kvmclock_ctrl() {
-            // It does not.
+            // The guest does not use kvmclock.
             Err(error) if error.errno() == libc::EINVAL => Ok(()),
             other => other.map_err(Error::errno("KVM_KVMCLOCK_CTRL")),
         }
     }
 
-    /// The guest measured its time stamp counter when it booted: where this host's differs, it is scaled.
+    /// Scales the time stamp counter to the rate that the guest measured when it booted.
     fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let here = self.fd.get_tsc_khz().unwrap_or(0);
-        // Within 250 parts in a million: the same clock, measured twice.
+        // Within 250 parts per million it is the same clock, measured twice.
         if khz == 0 || here == 0 || u64::from(khz.abs_diff(here)) * 4000 <= u64::from(here) {
             return Ok(());
         }
@@ -369,7 +369,7 @@ impl Vcpu {
 mod tests {
     use super::ORDER;
 
-    /// What is lost otherwise, where this host's KVM loses it, is in `tests/state.rs`.
+    /// `tests/state.rs` shows what is lost otherwise, where this KVM loses it.
     #[test]
     fn a_state_is_put_in_in_an_order_that_loses_nothing() {
         let at = |wanted: &str| ORDER.iter().position(|(name, _)| *name == wanted).expect(wanted);

@@ -1,4 +1,4 @@
-//! `/dev/kvm`, and one virtual machine made with it.
+//! `/dev/kvm` and virtual machines.
 #![allow(unsafe_code)]
 
 use crate::{
@@ -18,7 +18,8 @@ use std::{
 };
 use vmm_sys_util::eventfd::EventFd;
 
-/// Room that KVM wants below 4 GiB on some processors: a page, then three. The guest is told that it is reserved.
+/// Pages that KVM needs below 4 GiB on some processors: one, then three. The memory map reserves
+/// them.
 const IDENTITY_MAP: u64 = 0xfffb_c000;
 const TSS: usize = 0xfffb_d000;
 
@@ -26,7 +27,7 @@ const TSS: usize = 0xfffb_d000;
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 
-/// What no machine can do without.
+/// Capabilities that every machine needs.
 const NEEDED: [(Cap, &str); 6] = [
     (Cap::Irqchip, "interrupt controller"),
     (Cap::Ioeventfd, "ioeventfd"),
@@ -43,9 +44,9 @@ pub struct Kvm {
 }
 
 impl Kvm {
-    /// Over a descriptor of `/dev/kvm`.
+    /// Takes a descriptor of `/dev/kvm`.
     pub fn new(fd: OwnedFd) -> Result<Self> {
-        // SAFETY: we own the descriptor and hand it over. That it is KVM's is asked for next.
+        // SAFETY: we own the descriptor and pass it on. The next call checks that it is KVM's.
         let inner = unsafe { kvm_ioctls::Kvm::from_raw_fd(fd.into_raw_fd()) };
         if inner.get_api_version() != 12 {
             return Err(Error::Missing("API of version 12"));
@@ -58,26 +59,27 @@ impl Kvm {
         Ok(Self { inner })
     }
 
-    /// Opens `/dev/kvm` itself: for tests and probes, the monitor gets a descriptor.
+    /// Opens `/dev/kvm`, for tests and probes. A monitor receives a descriptor.
     pub fn open() -> Result<Self> {
         let file = std::fs::File::options().read(true).write(true).open("/dev/kvm");
         Self::new(file.map_err(Error::io("opening /dev/kvm"))?.into())
     }
 
-    /// Whether a guest can be given pages before it touches them: [`crate::Vcpu::prefault`].
+    /// Whether KVM can map pages before the guest touches them: [`crate::Vcpu::prefault`].
     #[must_use]
     pub fn prefaults(&self) -> bool {
         self.inner.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0
     }
 
-    /// All that this host could show a guest.
+    /// All features that this host could show a guest.
     pub fn supported_cpuid(&self) -> Result<CpuId> {
         let mut cpuid = self
             .inner
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(Error::errno("KVM_GET_SUPPORTED_CPUID"))?;
-        // What KVM does itself it lists only since Linux 6.14. Without them a guest does not know that it is one: it
-        // has no clock of KVM's, and measures its timers against hardware that is not there.
+        // Before Linux 6.14 KVM does not list these features, which it emulates itself. A guest
+        // without them does not know that it is a guest: it has no kvmclock, and calibrates its
+        // timers against hardware that does not exist.
         let mut own = HYPERVISOR;
         if self.inner.check_extension(Cap::TscDeadlineTimer) {
             own |= TSC_DEADLINE;
@@ -88,7 +90,7 @@ impl Kvm {
         Ok(cpuid)
     }
 
-    /// Makes a machine without vCPUs over this memory, which it keeps.
+    /// Makes a virtual machine over this memory, without vCPUs.
     pub fn create_vm(&self, ram: &GuestRam) -> Result<Vm> {
         let fd = self.inner.create_vm().map_err(Error::errno("KVM_CREATE_VM"))?;
         fd.set_identity_map_address(IDENTITY_MAP).map_err(Error::errno("KVM_SET_IDENTITY_MAP_ADDR"))?;
@@ -102,7 +104,7 @@ impl Kvm {
                 memory_size: span.len,
                 userspace_addr: span.host,
             };
-            // SAFETY: the span is mapped, and `Vm` keeps the memory that it belongs to.
+            // SAFETY: the span is mapped, and `Vm` keeps its memory.
             unsafe { fd.set_user_memory_region(region) }
                 .map_err(Error::errno("KVM_SET_USER_MEMORY_REGION"))?;
         }
@@ -119,8 +121,8 @@ impl std::os::fd::AsFd for Kvm {
     }
 }
 
-/// A virtual machine: memory and interrupt controllers. There is no PIT: hardware-reduced ACPI promises none, clocks are
-/// kvmclock and the APIC's, and KVM takes milliseconds to make one. vCPUs are made from it.
+/// A virtual machine: memory and interrupt controllers. It has no PIT: hardware-reduced ACPI needs
+/// none, the clocks are kvmclock and that of the APIC, and KVM takes milliseconds to make a PIT.
 #[derive(Debug, Clone)]
 pub struct Vm {
     fd: Arc<VmFd>,
@@ -141,8 +143,9 @@ impl Vm {
         Vcpu::new(fd, id, cpuid, &self.msrs, self.run_size)
     }
 
-    /// Raises an edge-triggered interrupt: the line goes up and down. Done when this returns; an irqfd would
-    /// still be at work in a kernel thread when a freeze takes the state of the interrupt controller.
+    /// Raises an edge-triggered interrupt: the line goes up and down. Done when this returns; an
+    /// irqfd would still be at work in a kernel thread when a freeze takes the state of the
+    /// interrupt controller.
     pub fn pulse(&self, gsi: u32) -> Result<()> {
         self.set_line(gsi, true)?;
         self.set_line(gsi, false)
@@ -153,17 +156,18 @@ impl Vm {
         self.fd.set_irq_line(gsi, up).map_err(Error::errno("KVM_IRQ_LINE"))
     }
 
-    /// Has the event counter `event` signalled whenever the guest writes the four bytes of `value` to `address`,
-    /// instead of an exit.
+    /// Has the event counter `event` signalled whenever the guest writes the four bytes of `value`
+    /// to `address`, instead of an exit.
     pub fn notify(&self, event: BorrowedFd<'_>, address: u64, value: u32) -> Result<()> {
-        // SAFETY: the descriptor is open while it is borrowed, and what is made of it here is never dropped.
+        // SAFETY: the descriptor is open while it is borrowed, and what is made of it here is never
+        // dropped.
         let event = ManuallyDrop::new(unsafe { EventFd::from_raw_fd(event.as_raw_fd()) });
         self.fd
             .register_ioevent(&event, &IoEventAddress::Mmio(address), value)
             .map_err(Error::errno("KVM_IOEVENTFD"))
     }
 
-    /// What is left of the machine besides memory and vCPUs.
+    /// The state of the machine besides memory and vCPUs.
     pub fn save(&self) -> Result<VmState> {
         let chip = |chip_id| -> Result<kvm_irqchip> {
             let mut chip = kvm_irqchip { chip_id, ..kvm_irqchip::default() };
@@ -179,8 +183,9 @@ impl Vm {
         })
     }
 
-    /// Puts interrupt controllers back, after the vCPUs: an interrupt that is pending there goes to a local APIC at once,
-    /// and would be lost in one that is overwritten later. The clock is set by [`Vm::set_clock`], last.
+    /// Restores the interrupt controllers. The vCPUs come first: a pending interrupt goes to a
+    /// local APIC at once, and a later restore of that APIC would lose it. [`Vm::set_clock`] comes
+    /// last.
     pub fn restore(&self, state: &VmState) -> Result<()> {
         check_version("machine", state.version, VM_STATE)?;
         let chips = [
@@ -198,8 +203,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Lets the guest's clock go on from where it stood: for the guest, no time has passed while it was frozen,
-    /// be it a second or a week. The agent sets the wall clock when the copy is released.
+    /// Continues the clock of the guest from where it stood: no time passes for a guest while it is
+    /// frozen, be it a second or a week. The agent sets the wall clock when the copy is released.
     pub fn set_clock(&self, state: &VmState) -> Result<()> {
         let clock = kvm_clock_data {
             clock: state.clock.clock,

@@ -119,8 +119,8 @@ fn parent_and_copy_do_not_see_each_other() {
     serve(&mut vcpus[0], &log, 20);
     ram.memory().write_obj(9_u32, GuestAddress(8 << 20)).unwrap();
     assert_eq!(read_u32(&ram, COUNT), 25);
-    // A second copy of the same instant, made later: its memory is that of the parent now, as fork gives it; so a
-    // freeze forks at once, and thaws fork from the copy.
+    // A second copy of the same instant, made later: its memory is that of the parent now, as fork
+    // gives it; so a freeze forks at once, and thaws fork from the copy.
     assert_eq!(copy(1, 8).map(|(_, seen)| seen), Some(9));
 }
 

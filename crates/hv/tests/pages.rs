@@ -1,4 +1,5 @@
-//! Findings 6 and 7, counted, not timed: what a fork copies, what the parent pays afterwards, and who gets huge pages.
+//! Findings 6 and 7, counted, not timed: what a fork copies, what the parent pays afterwards, and
+//! who gets huge pages.
 
 #![allow(unsafe_code)]
 
@@ -101,7 +102,8 @@ fn a_fork_copies_the_tables_of_what_was_touched() {
         "{touched} KiB of tables, {untouched} KiB before, {wanted} wanted"
     );
     assert!(touched < untouched + 3 * wanted, "{touched} KiB of tables, {untouched} KiB before");
-    // A mapping of a file that was only read costs a copy nothing (finding 8 is the other side of that).
+    // A mapping of a file that was only read costs a copy nothing (finding 8 is the other side of
+    // that).
     let read = GuestRam::over(&file()).unwrap();
     for page in 0..PAGES {
         read.memory().read_obj::<u8>(GuestAddress(page * 4096)).unwrap();
@@ -128,7 +130,8 @@ fn a_fork_copies_huge_pages_whole() {
     assert_eq!(asked_in_copy(|| kib(&small, "AnonHugePages")), 0);
 }
 
-/// Finding 6: after a fork the parent pays for each page that it writes again, once, as long as the copy is there.
+/// Finding 6: after a fork the parent pays for each page that it writes again, once, as long as the
+/// copy is there.
 #[test]
 fn each_page_that_is_written_after_a_fork_is_copied_once() {
     let _turn = my_turn();
@@ -175,8 +178,9 @@ fn begin_waiting(mut hold: std::io::PipeReader) -> rustix::process::Pid {
     }
 }
 
-/// Finding 7: what is written to a private mapping of a file has small pages, whatever is asked for. So the pages of a machine
-/// that was thawed from a stored one are small where the file has data (RFD 009).
+/// Finding 7: what is written to a private mapping of a file has small pages, whatever is asked
+/// for. So the pages of a machine that was thawed from a stored one are small where the file has
+/// data (RFD 009).
 #[test]
 fn over_data_of_a_file_there_are_no_huge_pages() {
     let _turn = my_turn();
@@ -196,8 +200,8 @@ fn over_data_of_a_file_there_are_no_huge_pages() {
     assert!(kib(&anonymous, "AnonHugePages") > 0, "no huge pages here: this test shows nothing");
 }
 
-/// What a stored machine left free has huge pages in one that was thawed from it, as what it gave back since has, and a fork
-/// copies them whole.
+/// What a stored machine left free has huge pages in one that was thawed from it, as what it gave
+/// back since has, and a fork copies them whole.
 #[test]
 fn holes_of_a_file_are_filled_with_huge_pages() {
     let _turn = my_turn();

@@ -1,4 +1,5 @@
-//! Finding 11: everything that a vCPU has comes through a save and a restore, and in another order it would not.
+//! Finding 11: everything that a vCPU has comes through a save and a restore, and in another order
+//! it would not.
 
 mod in_use;
 mod tiny;

@@ -14,8 +14,8 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// A full bucket of `burst` tokens that gains `amount` at the end of each `interval`. The interval must not be
-    /// zero.
+    /// A full bucket of `burst` tokens that gains `amount` at the end of each `interval`. The
+    /// interval must not be zero.
     #[must_use]
     pub const fn new(burst: u64, amount: u64, interval: Duration) -> Self {
         Self { burst, amount, interval, left: burst, refilled: None }

@@ -1,9 +1,9 @@
-//! Dying on purpose: a debug build told `KEIKI_FAIL=VERB:N` kills itself at the N-th step of that verb; told
-//! `KEIKI_FAIL=VERB:NAME`, at the step of that name.
+//! Kills the process on purpose, in debug builds: with `KEIKI_FAIL=VERB:N` at the N-th step of that
+//! verb, with `KEIKI_FAIL=VERB:NAME` at the step of that name.
 //!
-//! Verbs arm, steps count: whatever the process does between the two ends of an armed verb. So every step has a
-//! number without a list of them, and a test goes on with the next number until the verb gets through. In a release
-//! build nothing of this is there.
+//! A verb arms the failpoint, and every step of the process counts until the verb ends. So every
+//! step has a number without a list of steps, and a test continues with the next number until the
+//! verb succeeds. Release builds contain nothing of this.
 
 /// An armed verb; disarmed when dropped.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ impl Drop for Armed {
     }
 }
 
-/// A verb begins.
+/// A verb starts.
 #[must_use]
 pub fn arm(verb: &str) -> Armed {
     Armed(on::arm(verb))
@@ -35,22 +35,22 @@ mod on {
         atomic::{AtomicU32, Ordering},
     };
 
-    /// Steps left until death; 0: nothing is armed.
+    /// Steps left. 0: nothing is armed.
     static LEFT: AtomicU32 = AtomicU32::new(0);
 
-    /// A verb, and the number or the name of one of its steps.
-    fn wish() -> Option<&'static (String, String)> {
-        static WISH: OnceLock<Option<(String, String)>> = OnceLock::new();
+    /// A verb and the number or name of one of its steps.
+    fn request() -> Option<&'static (String, String)> {
+        static REQUEST: OnceLock<Option<(String, String)>> = OnceLock::new();
         let read = || {
             let text = std::env::var("KEIKI_FAIL").ok()?;
             let (verb, step) = text.split_once(':')?;
             Some((verb.to_owned(), step.to_owned()))
         };
-        WISH.get_or_init(read).as_ref()
+        REQUEST.get_or_init(read).as_ref()
     }
 
     pub(super) fn arm(verb: &str) -> bool {
-        let found = wish().filter(|(wanted, _)| wanted == verb);
+        let found = request().filter(|(wanted, _)| wanted == verb);
         if let Some((_, step)) = found {
             LEFT.store(step.parse().unwrap_or(u32::MAX), Ordering::SeqCst);
         }
@@ -63,10 +63,10 @@ mod on {
 
     pub(super) fn reach(step: &str) {
         let counted = LEFT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
-        let is_named = counted.is_ok() && wish().is_some_and(|(_, wanted)| wanted == step);
+        let is_named = counted.is_ok() && request().is_some_and(|(_, wanted)| wanted == step);
         if counted == Ok(1) || is_named {
             eprintln!("KEIKI_FAIL: dying after {step}");
-            // Only an error would return: then nothing dies, which the test that asked for it notices.
+            // This returns only on error. Then nothing dies, which the test notices.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
         }
     }

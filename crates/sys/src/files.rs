@@ -3,8 +3,8 @@
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
 use std::{fs::File, io, os::fd::AsFd, path::Path};
 
-/// Makes `to` hold what `from` holds, sharing every block until either is written (`FICLONE`). Both on one
-/// filesystem that can.
+/// Gives `to` the contents of `from` (`FICLONE`). They share every block until either is written.
+/// Both must be on one file system that supports this.
 ///
 /// # Errors
 /// `EOPNOTSUPP` if the file system cannot share blocks.
@@ -12,17 +12,17 @@ pub fn reflink(from: impl AsFd, to: impl AsFd) -> io::Result<()> {
     Ok(ioctl_ficlone(to, from)?)
 }
 
-/// Frees a range of a file; it reads as zeroes from then on.
+/// Frees a range of a file, which then reads as zeroes.
 pub fn punch(file: impl AsFd, start: u64, len: u64) -> io::Result<()> {
     Ok(fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, start, len)?)
 }
 
-/// Flushes a directory: names made, renamed or removed in it are durable afterwards.
+/// Flushes a directory. Names created, renamed or removed in it are durable afterwards.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
-/// Does the file system of this directory have reflinks? Tried with two nameless files.
+/// Whether the file system of this directory has reflinks. Tries it with two nameless files.
 pub fn has_reflinks(dir: &Path) -> io::Result<bool> {
     use rustix::fs::{Mode, OFlags};
     use std::io::Write;

@@ -4,8 +4,8 @@
 //!   magic | version u32 | length u32 or u64, or none | checksum, 32 bytes or none | body
 //! ```
 //!
-//! Numbers are little-endian. The magic and the version stay where they are in every version of a format, so a reader
-//! can always tell the version of what it cannot read.
+//! Numbers are little-endian. The magic and the version stay where they are in every version of a
+//! format, so a reader can always tell the version of what it cannot read.
 
 use std::fmt;
 
@@ -16,8 +16,11 @@ pub struct Frame {
     pub version: u32,
     pub length: Length,
     /// Checksum of the body. None: the format has no checksum.
-    pub checksum: Option<fn(&[u8]) -> [u8; 32]>,
+    pub checksum: Option<Checksum>,
 }
+
+/// Computes the checksum of a body.
+pub type Checksum = fn(&[u8]) -> [u8; 32];
 
 /// How a header gives the length of the body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +30,8 @@ pub enum Length {
     U64,
 }
 
-/// What is wrong with a frame. The text follows the name of the thing: "the state file" + " " + error.
+/// What is wrong with a frame. The text follows the name of the thing: "the state file" + " " +
+/// error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameError {
     Short { bytes: usize },

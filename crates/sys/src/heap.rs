@@ -1,26 +1,27 @@
-//! This process's heap, as the C library keeps it.
+//! The heap of this process, as the C library manages it.
 //!
-//! Freed memory is not the host's again: the library keeps it for the next who asks, in one pool for every few threads.
-//! Of large buffers it learns: once one was freed, others of its size come from these pools, too, and each pool grows to
-//! the largest that it ever had. [`return_large_buffers`] forbids that, and [`Heap`] tells apart what is used and what is kept.
+//! The library keeps freed memory for later allocations, in one pool per few threads. It adapts to
+//! large buffers: once one is freed, others of its size come from these pools too, and each pool
+//! grows to the largest that it ever had. [`return_large_buffers`] prevents that, and [`Heap`]
+//! tells used memory from kept memory.
 
 use std::io;
 
-/// From this size on a buffer is a mapping of its own.
+/// From this size on each buffer is a mapping.
 const LARGE: i32 = 1 << 20;
 
-/// What a heap is made of, in bytes.
+/// Sizes of the heap in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Heap {
-    /// Allocated and not freed. What grows here for ever is a leak.
+    /// Allocated and not freed. Endless growth is a leak.
     pub used: u64,
-    /// Freed, and kept for the next who asks.
+    /// Freed and kept for later allocations.
     pub kept: u64,
 }
 
-/// From now on a buffer of a mebibyte and more is the host's again as soon as it is freed.
+/// From now on a freed buffer of 1 MiB or more goes back to the host at once.
 pub fn return_large_buffers() -> io::Result<()> {
-    // SAFETY: it sets a number of the allocator's, under the allocator's own lock.
+    // SAFETY: it sets a parameter of the allocator under the lock of the allocator.
     match unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE) } {
         1 => Ok(()),
         _ => Err(io::Error::other("the C library does not take a limit for its heap")),
@@ -29,7 +30,7 @@ pub fn return_large_buffers() -> io::Result<()> {
 
 #[must_use]
 pub fn heap() -> Heap {
-    // SAFETY: it takes nothing, and reads the allocator's numbers under the allocator's own locks.
+    // SAFETY: it reads counters of the allocator under its locks.
     let all = unsafe { libc::mallinfo2() };
     Heap { used: (all.uordblks + all.hblkhd) as u64, kept: all.fordblks as u64 }
 }

@@ -1,4 +1,4 @@
-//! What the kernel says of the host's memory.
+//! The memory of the host.
 
 /// One value of `/proc/meminfo`, in bytes. None if it cannot be read.
 #[must_use]
@@ -6,7 +6,7 @@ pub fn meminfo(key: &str) -> Option<u64> {
     kib(&std::fs::read_to_string("/proc/meminfo").ok()?, key)
 }
 
-/// One value of a text whose lines are like `Key:  12 kB`, in bytes.
+/// One value of a text with lines like `Key: 12 kB`, in bytes.
 #[must_use]
 pub fn kib(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;

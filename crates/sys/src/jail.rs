@@ -1,4 +1,5 @@
-//! A process with nothing: a user of its own, no capability, and of the host's files only what it is given.
+//! A process with as little as possible: its own user, no capability, and only chosen files of the
+//! host.
 //!
 //! ```text
 //! parent   prepare()   directories of an empty root; every argument of the calls below, so that the child
@@ -8,8 +9,8 @@
 //! child    exec
 //! ```
 //!
-//! The old root is detached at once: a copy of the host's mounts that lived on would keep every namespace
-//! and file system alive that the host unmounts later.
+//! The old root is detached at once. A surviving copy of the mounts of the host would keep alive
+//! every namespace and file system that the host unmounts later.
 
 use rustix::{
     fs::{CWD, Gid, Mode, OFlags, Uid},
@@ -33,12 +34,11 @@ use std::{
     path::Path,
 };
 
-/// Where programs and their libraries are. What is a link on the host is a link inside.
+/// Directories of programs and libraries. A link on the host is a link inside.
 const SYSTEM: [&str; 5] = ["usr", "lib", "lib64", "bin", "sbin"];
-/// Where the loader looks libraries up.
+/// The library cache of the loader.
 const LOADER_CACHE: &str = "etc/ld.so.cache";
 
-/// What a jailed process may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub files: u64,
@@ -69,7 +69,7 @@ struct Bind {
     flags: MountFlags,
 }
 
-/// A jail that a process can be put into, once.
+/// A prepared jail, which one process can enter.
 #[derive(Debug)]
 pub struct Jail {
     root: CString,
@@ -84,8 +84,9 @@ fn c_string(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Makes a root for jails in `dir`: mount points and links, no content. `dirs` and `files` are the further mount
-/// points that [`Jail::bind`] will name. Any number of jails share it, for each mounts in a namespace of its own.
+/// Makes a root for jails in `dir`: mount points and links, no content. `dirs` and `files` are the
+/// further mount points that [`Jail::bind`] uses. Any number of jails can share it: each mounts in
+/// its own namespace.
 pub fn make_root(dir: &Path, dirs: &[&str], files: &[&str]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
     for name in SYSTEM {
@@ -159,7 +160,8 @@ impl Jail {
     }
 
     fn leave_host_files(&self) -> io::Result<()> {
-        // SAFETY: the process has one thread and shares its descriptor table with nobody; the flags leave it.
+        // SAFETY: the process has one thread and its own descriptor table, which these flags do not
+        // change.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS | UnshareFlags::NEWIPC) }?;
         mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
         mount_bind(&*self.root, &*self.root)?;
@@ -171,9 +173,9 @@ impl Jail {
         self.pivot()
     }
 
-    /// The working directory, a mount, becomes the root.
+    /// Makes the working directory, which is a mount, the root.
     fn pivot(&self) -> io::Result<()> {
-        // The old root lies under the new one at the same place, and goes.
+        // The old root is mounted at the same place below the new one. Unmount it.
         pivot_root(c".", c".")?;
         unmount(c".", UnmountFlags::DETACH)?;
         let flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::RDONLY;
@@ -184,7 +186,7 @@ impl Jail {
     fn leave_privileges(&self) -> io::Result<()> {
         for capability in CapabilitySet::all() {
             match remove_capability_from_bounding_set(capability) {
-                // The kernel is older than the name.
+                // INVAL: the kernel is older than this capability.
                 Ok(()) | Err(Errno::INVAL) => {}
                 Err(errno) => return Err(errno.into()),
             }
@@ -199,13 +201,14 @@ impl Jail {
     }
 }
 
-/// Puts the calling process, which has one thread, into an empty root with namespaces of its own for mounts, network, IPC
-/// and host name, as the user and group number `id`, without capabilities. Descriptors it has, it keeps.
+/// Puts the calling process, which must have one thread, into an empty root with its own namespaces
+/// for mounts, network, IPC and host name, as user and group `id`, without capabilities. It keeps
+/// its descriptors.
 ///
 /// # Errors
 /// After an error the process should end: it cannot get back what it has given up.
 pub fn enter_empty(id: u32, limits: Limits) -> io::Result<()> {
-    let nobody = Jail {
+    let jail = Jail {
         root: c"/proc".into(),
         binds: Vec::new(),
         uid: Uid::from_raw(id),
@@ -213,17 +216,18 @@ pub fn enter_empty(id: u32, limits: Limits) -> io::Result<()> {
         oom_score_adj: limits.oom_score_adj.to_string(),
         limits: limits.to_rlimits(),
     };
-    nobody.limit()?;
+    jail.limit()?;
     let flags = UnshareFlags::NEWNS | UnshareFlags::NEWIPC | UnshareFlags::NEWNET | UnshareFlags::NEWUTS;
-    // SAFETY: the process has one thread and shares its descriptor table with nobody; the flags leave it.
+    // SAFETY: the process has one thread and its own descriptor table, which these flags do
+    // not change.
     unsafe { unshare_unsafe(flags) }?;
     mount_change(c"/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
-    // Every host has this directory, and in here nobody sees what lies below.
+    // Every host has this directory, and the mount hides its contents from this process only.
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-    mount(c"keiki", &*nobody.root, c"tmpfs", flags, c"size=4k,mode=555")?;
-    chdir(&*nobody.root)?;
-    nobody.pivot()?;
-    nobody.leave_privileges()
+    mount(c"keiki", &*jail.root, c"tmpfs", flags, c"size=4k,mode=555")?;
+    chdir(&*jail.root)?;
+    jail.pivot()?;
+    jail.leave_privileges()
 }
 
 #[cfg(test)]
@@ -253,8 +257,8 @@ mod tests {
         Ok(text)
     }
 
-    /// A place whose parents others may pass, as the jail's own files must not depend on it.
-    fn place() -> Result<Option<tempfile::TempDir>, Box<dyn Error>> {
+    /// A directory for the files of a jail.
+    fn test_dir() -> Result<Option<tempfile::TempDir>, Box<dyn Error>> {
         if !keiki_testing::is_root() {
             return Ok(None);
         }
@@ -268,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_jailed_process_has_its_own_files_and_nothing_else() -> Result<(), Box<dyn Error>> {
-        let Some(dir) = place()? else { return Ok(()) };
+        let Some(dir) = test_dir()? else { return Ok(()) };
         let seen = run(
             dir.path(),
             "echo *; cat m/base m/own; echo new > m/own && echo written; \
@@ -289,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_jailed_process_has_no_privilege_left() -> Result<(), Box<dyn Error>> {
-        let Some(dir) = place()? else { return Ok(()) };
+        let Some(dir) = test_dir()? else { return Ok(()) };
         let root = dir.path().join("root");
         make_root(&root, &["m"], &[])?;
         let mut jail = Jail::new(&root, ID, LIMITS)?;

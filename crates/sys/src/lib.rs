@@ -1,5 +1,5 @@
-//! Small safe wrappers over what Linux offers and safe libraries do not, and a few types that every other crate
-//! uses. Each `unsafe` block states why it is sound.
+//! Small safe wrappers over what Linux offers and safe libraries do not, and a few types that every
+//! other crate uses. Each `unsafe` block states why it is sound.
 #![allow(unsafe_code)]
 
 pub mod bucket;

@@ -1,11 +1,11 @@
-//! Network namespaces with a name, and threads inside them.
+//! Named network namespaces, and threads inside them.
 //!
-//! A namespace belongs to a *thread*. Whoever wants to work inside one does so on a thread made for it
-//! ([`Entry`] runs it and ends it), never on a thread that goes back to a pool: sockets opened there stay in
-//! the namespace for their whole life, wherever they are used later.
+//! A *thread* is in a namespace. Work inside one runs on a thread made for it ([`inside`]), never
+//! on a thread that returns to a pool. Sockets opened there stay in the namespace for their whole
+//! life, wherever they are used.
 //!
-//! A name is a bind mount of the namespace on a file in `/run/netns`, as `ip netns` makes them, so that the
-//! usual tools see ours and the namespace outlives the thread that made it.
+//! A name is a bind mount of the namespace on a file in `/run/netns`, as `ip netns` makes it. So
+//! the usual tools see it, and the namespace outlives the thread that made it.
 
 #![allow(unsafe_code)]
 
@@ -31,16 +31,16 @@ pub fn path(name: &str) -> PathBuf {
     Path::new(DIR).join(name)
 }
 
-/// The network namespace of the calling thread, kept open.
+/// Opens the network namespace of the calling thread.
 pub fn current() -> io::Result<OwnedFd> {
     open(Path::new("/proc/thread-self/ns/net"))
 }
 
-/// Opens a named namespace. An error of kind `NotFound` if there is none of that name, `InvalidData` if the
-/// file is there but no namespace is mounted on it.
+/// Opens a named namespace. The error is `NotFound` if the name does not exist, and `InvalidData`
+/// if no namespace is mounted on the file.
 pub fn open(path: &Path) -> io::Result<OwnedFd> {
     let fd = rustix::fs::openat(CWD, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    // A leftover of a creation that was cut short is an empty regular file on some other file system.
+    // An interrupted creation leaves an empty regular file on another file system.
     if rustix::fs::fstatfs(&fd)?.f_type as i64 != NSFS_MAGIC {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "no namespace is mounted here"));
     }
@@ -50,14 +50,14 @@ pub fn open(path: &Path) -> io::Result<OwnedFd> {
 /// `NSFS_MAGIC` of `linux/magic.h`.
 const NSFS_MAGIC: i64 = 0x6e73_6673;
 
-/// Puts the calling thread into a namespace, for the rest of its life. Call it on threads made for the purpose.
+/// Moves the calling thread into a namespace for the rest of its life. Use a thread made for this.
 pub fn enter(namespace: &OwnedFd) -> io::Result<()> {
     use std::os::fd::AsFd;
     Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
 }
 
-/// Makes a namespace called `name` and puts the calling thread into it, for the rest of its life. On error
-/// nothing of that name is left. An error of kind `AlreadyExists` if the name is taken.
+/// Creates a namespace called `name` and moves the calling thread into it for the rest of its life.
+/// On error nothing of that name is left. The error is `AlreadyExists` if the name is taken.
 pub fn create(name: &str) -> io::Result<()> {
     prepare_dir()?;
     let path = path(name);
@@ -68,8 +68,8 @@ pub fn create(name: &str) -> io::Result<()> {
         Mode::empty(),
     )?;
     drop(file);
-    // SAFETY: NEWNET alone changes which network stack this thread's new sockets use; the descriptor table
-    // stays shared, which is what the safety condition is about.
+    // SAFETY: NEWNET only changes the network stack of new sockets of this thread. The descriptor
+    // table stays shared, which is what the safety condition requires.
     let made = unsafe { unshare_unsafe(UnshareFlags::NEWNET) }
         .and_then(|()| mount_bind("/proc/thread-self/ns/net", &path));
     if let Err(errno) = made {
@@ -79,11 +79,11 @@ pub fn create(name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the name. The namespace itself ends when the last process and socket in it does. Gone already: no
-/// error.
+/// Removes the name. The namespace ends with its last process and socket. No error if the name does
+/// not exist.
 pub fn remove(name: &str) -> io::Result<()> {
     let path = path(name);
-    // More than one mount may lie on the name if a mount namespace was copied; take them all.
+    // A copied mount namespace may have left several mounts on the name. Remove all of them.
     loop {
         match unmount(&path, UnmountFlags::DETACH) {
             Ok(()) => {}
@@ -113,7 +113,7 @@ pub fn list(prefix: &str) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Runs `work` on a thread of its own and waits. What it does to its namespace ends with it.
+/// Runs `work` on its own thread and waits. Changes to the namespace of that thread end with it.
 pub fn on_own_thread<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     thread::scope(|scope| {
         let worker = thread::Builder::new().name("keiki-netns".into()).spawn_scoped(scope, work)?;
@@ -121,7 +121,7 @@ pub fn on_own_thread<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io
     })
 }
 
-/// Runs `work` inside the namespace at `path`, on a thread of its own, and waits.
+/// Runs `work` on its own thread inside the namespace at `path`, and waits.
 pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     let namespace = open(path)?;
     on_own_thread(move || {
@@ -130,8 +130,8 @@ pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> io::Result<T> + Send)
     })
 }
 
-/// Makes the directory a shared mount of its own, as `ip netns` does: names made here are then seen (and their
-/// removal too) in mount namespaces copied from this one, such as those of services.
+/// Makes the directory a shared mount, as `ip netns` does. Mount namespaces copied from this one,
+/// such as those of services, then see new names and removals.
 fn prepare_dir() -> io::Result<()> {
     std::fs::create_dir_all(DIR)?;
     let flags = MountPropagationFlags::SHARED | MountPropagationFlags::REC;

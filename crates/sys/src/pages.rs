@@ -1,12 +1,12 @@
-//! Which pages of a private mapping are its own, and what they hold.
+//! The private pages of a mapping, and their contents.
 //!
-//! A mapping made with `MAP_PRIVATE` shows its file until a page is written; then that page is the
-//! process's alone. Those pages, over the file, are the whole content. A page is private when it is present
-//! or swapped out, does not belong to the file, and is not the shared zero page.
+//! A `MAP_PRIVATE` mapping shows its file until a page is written; then that page is private to the
+//! process. The contents are those pages over the file. A page is private if it is present or
+//! swapped out, does not belong to the file, and is not the shared zero page.
 //!
-//! Linux 6.7 and later answer that with `PAGEMAP_SCAN`, a call that returns ranges; before, every entry of
-//! `/proc/PID/pagemap` is read. There the zero page cannot be told apart: it is reported as private, which
-//! is right (it reads as zeroes) and only costs a copy.
+//! Since Linux 6.7 `PAGEMAP_SCAN` returns the ranges. On older kernels every entry of
+//! `/proc/PID/pagemap` is read. These entries do not show the zero page, so it counts as private,
+//! which is correct (it reads as zeroes) and only costs a copy.
 
 use rustix::{fd::AsRawFd, io::Errno};
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
@@ -14,8 +14,8 @@ use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 /// Size of a page on x86-64.
 pub const PAGE: u64 = 4096;
 
-/// The private pages of `range` (addresses of the process whose `/proc/PID/pagemap` this is), as ranges of
-/// addresses in order. The process must stand still, or the answer is of several instants.
+/// The private pages in `range`, which are addresses of the process whose `/proc/PID/pagemap` this
+/// is. Returns ranges in order. The process must not run, or the result mixes several instants.
 pub fn private_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     match scan(pagemap, range.clone()) {
         Err(error)
@@ -81,8 +81,8 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
             return_mask: IS_PRESENT | IS_SWAPPED,
             ..ScanArg::default()
         };
-        // SAFETY: the descriptor is open; `arg` is the structure that this request takes, and `vec` points
-        // to `vec_len` regions which live across the call and are borrowed by nobody else.
+        // SAFETY: the descriptor is open, `arg` is the structure of this request, and `vec` points
+        // to `vec_len` regions that live across the call and are not borrowed elsewhere.
         let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
         let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
         for region in regions.iter().take(count) {
@@ -91,8 +91,8 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         if count < regions.len() {
             break;
         }
-        // Where the kernel says that it stopped may lie before what it returned (it keeps the place of an earlier stop, after
-        // every 512 ranges). What it returned is in order and complete.
+        // The kernel may report an end before the last region that it returned: it remembers an
+        // earlier stop, after every 512 ranges. The returned regions are in order and complete.
         match regions.last() {
             Some(last) if last.end > at => at = last.end,
             _ => return Err(io::Error::other("the page scan does not advance")),
@@ -101,12 +101,12 @@ fn scan(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(found)
 }
 
-/// The same by reading one entry a page: what Linux before 6.7 offers.
+/// The same by reading one entry per page, for Linux before 6.7.
 pub fn private_pages_by_entry(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     by_entry(pagemap, range, |entry| entry & (PRESENT | SWAPPED) != 0 && entry & FILE == 0)
 }
 
-/// The pages of `range` that the process has of a file, and has not written.
+/// The pages in `range` that the process has mapped from a file and has not written.
 pub fn file_pages(pagemap: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     by_entry(pagemap, range, |entry| entry & PRESENT != 0 && entry & FILE != 0)
 }
@@ -136,7 +136,7 @@ fn by_entry(pagemap: &File, range: Range<u64>, wanted: impl Fn(u64) -> bool) -> 
     Ok(found)
 }
 
-/// Appends, joining what touches.
+/// Appends a range, and joins it with an adjacent one.
 fn push(ranges: &mut Vec<Range<u64>>, next: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.end == next.start => last.end = next.end,
@@ -144,7 +144,7 @@ fn push(ranges: &mut Vec<Range<u64>>, next: Range<u64>) {
     }
 }
 
-/// Fills `buffer` from another process's memory at `address`.
+/// Fills `buffer` from the memory of another process at `address`.
 ///
 /// # Errors
 /// A short read is `UnexpectedEof`.
@@ -155,8 +155,8 @@ pub fn read_memory(pid: u32, address: u64, buffer: &mut [u8]) -> io::Result<()> 
         let local = libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() };
         let remote =
             libc::iovec { iov_base: (address + done as u64) as *mut libc::c_void, iov_len: rest.len() };
-        // SAFETY: `local` describes bytes that we borrow mutably; the remote addresses are only looked up by
-        // the kernel in the other process, which reports those that do not exist.
+        // SAFETY: `local` describes bytes that we borrow mutably. The kernel looks up the remote
+        // addresses in the other process and reports those that do not exist.
         let count = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
         match usize::try_from(count) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),

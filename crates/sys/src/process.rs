@@ -1,4 +1,5 @@
-//! Processes that outlive us: spawned apart, watched and killed by descriptor, never by number alone.
+//! Processes that outlive this one: started in their own session, watched and killed by descriptor,
+//! never by number alone.
 
 use crate::jail::Jail;
 use rustix::{
@@ -14,7 +15,8 @@ use std::{
     time::Duration,
 };
 
-/// A process held by a descriptor: its number may be used again, the descriptor never means another.
+/// A process held by a descriptor. Its number may be reused; the descriptor never means another
+/// process.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -22,19 +24,20 @@ pub struct Process {
     fd: OwnedFd,
 }
 
-/// What a process starts with.
+/// How to start a process.
 #[derive(Debug, Default)]
 pub struct Setup {
     pub netns: Option<OwnedFd>,
-    /// Descriptors it inherits, under the numbers they have here, and no others beside its standard streams.
+    /// Descriptors that it inherits under the same numbers. It gets no others beside its standard
+    /// streams.
     pub keep: Vec<OwnedFd>,
-    /// Jail it is put into last.
+    /// Jail that it enters last.
     pub jail: Option<Jail>,
 }
 
 impl Process {
-    /// Starts `command` in a session of its own, with what `setup` says. Also its standard error, if the
-    /// command pipes it.
+    /// Starts `command` in its own session. Also returns its standard error if the command pipes
+    /// it.
     pub fn spawn(command: &mut Command, setup: Setup) -> io::Result<(Self, Option<ChildStderr>)> {
         let enter = move || {
             rustix::process::setsid()?;
@@ -47,8 +50,8 @@ impl Process {
             }
             setup.jail.as_ref().map_or(Ok(()), Jail::enter)
         };
-        // SAFETY: between fork and exec the closure makes system calls on descriptors and strings that were
-        // made before; it neither allocates nor takes a lock.
+        // SAFETY: between fork and exec the closure only makes system calls on descriptors and
+        // strings that exist already. It neither allocates nor takes a lock.
         unsafe { command.pre_exec(enter) };
         let mut child = command.spawn()?;
         match Self::open(child.id()) {
@@ -58,16 +61,17 @@ impl Process {
         }
     }
 
-    /// Opens a process by its number. None if there is none.
+    /// Opens a process by its number. None if it does not exist.
     pub fn open(pid: u32) -> io::Result<Option<Self>> {
         let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
         let fd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
             Ok(fd) => fd,
-            // The second, and of newer kernels the third: it is just gone, or its number is that of a thread now.
+            // INVAL, and NOENT on newer kernels: the process has just ended, or the number now
+            // belongs to a thread.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        // The descriptor pins the process; whether the number meant it before is told by its start.
+        // The descriptor pins the process. Its start time tells whether the number meant it before.
         Ok(start_time(pid)?.map(|start_time| Self { pid, start_time, fd }))
     }
 
@@ -76,24 +80,24 @@ impl Process {
         self.pid
     }
 
-    /// Clock ticks from the host's boot to its start: tells it from a later owner of its number.
+    /// Clock ticks from the boot of the host to its start. Distinguishes it from a later owner of
+    /// its number.
     #[must_use]
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
 
-    /// CPU time it has used, user and system. None if it has ended.
+    /// User and system CPU time. None if it has ended.
     pub fn cpu_time(&self) -> io::Result<Option<Duration>> {
         cpu_time(self.pid)
     }
 
-    /// Has it not ended yet?
     #[must_use]
     pub fn is_alive(&self) -> bool {
         lives(&self.fd)
     }
 
-    /// Kills it. Gone already: no error.
+    /// Kills it. No error if it has ended.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.fd, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -104,11 +108,11 @@ impl Process {
     /// Whether it runs as this user.
     #[must_use]
     pub fn runs_as(&self, user: u32) -> bool {
-        // Alive afterwards: the number was still its own.
+        // If it is alive afterwards, the number was still its own.
         runs_as(self.pid, user) && self.is_alive()
     }
 
-    /// Whether it has ended; reaps it if it was our child, and then says how once.
+    /// Whether it has ended. Reaps a child, and then returns how it ended, once.
     #[must_use]
     pub fn try_reap(&self) -> Option<String> {
         match waitid(WaitId::PidFd(self.fd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
@@ -118,7 +122,7 @@ impl Process {
                 (_, Some(signal)) => format!("signal {signal}"),
                 _ => "unknown status".into(),
             }),
-            // Not our child (adopted), or reaped before: its number is free, or another's, or it lives.
+            // Not our child, or reaped before.
             Err(_) => match lives(&self.fd) {
                 true => None,
                 false => Some("unknown status".into()),
@@ -140,7 +144,8 @@ impl std::os::fd::AsRawFd for Process {
     }
 }
 
-/// Takes over a descriptor that this process was started with, by its number. Nothing it starts will have it.
+/// Takes a descriptor that this process has inherited, by its number. Its own children do not
+/// inherit it.
 pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
     if fd < 3 {
         return Err(io::Error::new(
@@ -148,27 +153,29 @@ pub fn inherited(fd: i32) -> io::Result<OwnedFd> {
             "not a number above the standard descriptors",
         ));
     }
-    // SAFETY: asking for the flags of a number is harmless where nothing is open, and says so.
+    // SAFETY: the call sets flags only. It fails if nothing is open under this number.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, and whoever started this process put it there for it. Nothing else of this process knows it.
+    // SAFETY: it is open, and the parent has put it there for this process. Nothing else in this
+    // process uses it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Is the process neither gone nor a zombie? A pidfd is readable exactly when it has ended.
+/// Whether the process is neither gone nor a zombie. A pidfd is readable exactly when the process
+/// has ended.
 fn lives(fd: &OwnedFd) -> bool {
     let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
     let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
     !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(ready) if ready > 0)
 }
 
-/// The processes that run as this user, of those that were there when this was called.
+/// The processes that run as this user, of those that existed when this was called.
 pub fn of_user(user: u32) -> io::Result<Vec<Process>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // Looked at again once the number is pinned: it may be another's by then.
+        // Checks the user again once the process is pinned: the number may have been reused.
         if runs_as(pid, user)
             && let Some(process) = Process::open(pid)?
             && runs_as(pid, user)
@@ -186,7 +193,7 @@ fn runs_as(pid: u32, user: u32) -> bool {
     users.split_ascii_whitespace().any(|id| id.parse() == Ok(user))
 }
 
-/// CPU time a process has used, user and system. None if there is no such process.
+/// User and system CPU time of a process. None if it does not exist.
 pub fn cpu_time(pid: u32) -> io::Result<Option<Duration>> {
     let Some([user, system]) = stat(pid, [14, 15])? else { return Ok(None) };
     let ticks = (user + system) as f64 / rustix::param::clock_ticks_per_second().max(1) as f64;
@@ -197,8 +204,8 @@ fn start_time(pid: u32) -> io::Result<Option<u64>> {
     Ok(stat(pid, [22])?.map(|[start]| start))
 }
 
-/// Fields of `/proc/PID/stat`, by their numbers in proc(5). The name before them may hold anything, so they are
-/// counted from its end.
+/// Fields of `/proc/PID/stat`, by their numbers in proc(5). The name before them may contain
+/// anything, so they are counted from its end.
 fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64; N]>> {
     /// The first field behind the name.
     const STATE: usize = 3;
@@ -219,8 +226,8 @@ fn stat<const N: usize>(pid: u32, fields: [usize; N]) -> io::Result<Option<[u64;
     Ok(Some(numbers))
 }
 
-/// Whatever we were started with stays ours, but for the standard streams: a directory that our own parent left open would
-/// lead out of any jail, and some tools fail over descriptors that they did not open.
+/// Marks all descriptors but the standard streams close-on-exec. An inherited directory would lead
+/// out of any jail, and some tools fail over descriptors that they did not open. Needs Linux 5.11.
 pub fn close_others_at_exec() -> io::Result<()> {
     // SAFETY: it sets a flag of descriptors and touches no memory.
     match unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) } {

@@ -1,4 +1,4 @@
-//! Files with holes: disks and memory are mostly holes, and a copy should be too.
+//! Files with holes. Disks and memory are mostly holes, and a copy of them should be too.
 
 use rustix::fs::SeekFrom;
 use std::{
@@ -8,12 +8,13 @@ use std::{
     path::Path,
 };
 
-/// Where a file has data, in order: whole blocks of this size, the last one up to the end. What lies between is holes.
+/// The parts of a file that have data, in order, as whole blocks of this size; the last one ends
+/// with the file. The rest is holes.
 pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
     let size = file.metadata()?.len();
     let mut found: Vec<Range<u64>> = Vec::new();
     let mut at = 0;
-    // Not from piece to piece: there may be thousands in a block.
+    // Skips to the next block: a block may have thousands of pieces.
     while let Some(start) = next_data(file, at)? {
         let start = start / block * block;
         at = (start + block).min(size);
@@ -25,7 +26,7 @@ pub fn data(file: &File, block: u64) -> io::Result<Vec<Range<u64>>> {
     Ok(found)
 }
 
-/// Where data begins, at or after `at`; nowhere if there are only holes up to the end.
+/// Where data starts, at or after `at`. None if only holes follow.
 pub fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some(start)),
@@ -34,7 +35,8 @@ pub fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     }
 }
 
-/// Copies `from` to a new file `to`, data only; holes stay holes. The copy is durable when this returns.
+/// Copies the data of `from` to a new file `to`; holes stay holes. The copy is durable when this
+/// returns.
 ///
 /// # Errors
 /// On error `to` may be incomplete.

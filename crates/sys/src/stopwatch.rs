@@ -1,7 +1,7 @@
 //! How long each step of an operation took.
 //!
-//! Steps are for people and for metrics. Code that needs a number takes it from [`Stopwatch::lap`] or from a
-//! typed field, never by the name of a step.
+//! Steps are for people and for metrics. Code that needs a number takes it from [`Stopwatch::lap`]
+//! or from a typed field, never by the name of a step.
 
 use crate::failpoint;
 use std::{
@@ -28,7 +28,8 @@ impl Stopwatch {
         Self { started: now, last: now, steps: Steps::default() }
     }
 
-    /// Ends the current step, names it and reaches the failpoint of that name. The next step begins here.
+    /// Ends the current step, names it and reaches the failpoint of that name. The next step begins
+    /// here.
     pub fn lap(&mut self, name: &'static str) -> Duration {
         let now = Instant::now();
         let took = now - self.last;
@@ -43,8 +44,8 @@ impl Stopwatch {
         self.steps.0.push((name.into(), took));
     }
 
-    /// Adds the steps of another stopwatch that ran from the end of this one's last step, and continues where its
-    /// last step ended.
+    /// Adds the steps of another stopwatch that ran from the end of this one's last step, and
+    /// continues where its last step ended.
     pub fn follow(&mut self, other: &Self) {
         self.last = other.last;
         self.steps.0.extend_from_slice(&other.steps.0);

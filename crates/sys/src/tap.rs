@@ -14,15 +14,15 @@ const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 /// `TUNSETPERSIST` of `linux/if_tun.h`.
 const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
 
-/// Opens the tap called `name` in the calling thread's network namespace, making it if there is none. Each
-/// read and write is one Ethernet frame without any header before it. Without [`persist`] a device made here
-/// goes with the descriptor.
+/// Opens the tap called `name` in the network namespace of the calling thread, and creates it if it
+/// does not exist. Each read and write is one Ethernet frame without a header. A device created
+/// here is removed with its descriptor unless [`persist`] keeps it.
 pub fn open(name: &str) -> io::Result<File> {
     attach(name, libc::IFF_TAP | libc::IFF_NO_PI)
 }
 
-/// As [`open`], for a monitor: each frame has a header before it that tells of checksums and segments left to
-/// the other side.
+/// Like [`open`], for a monitor: each frame has a header that describes checksums and segmentation
+/// left to the other side.
 pub fn open_offloading(name: &str) -> io::Result<File> {
     attach(name, libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR)
 }
@@ -39,7 +39,8 @@ fn attach(name: &str, flags: libc::c_int) -> io::Result<File> {
     }
     // The flags are small positive constants.
     request.ifr_ifru.ifru_flags = flags as libc::c_short;
-    // SAFETY: the descriptor is open, and TUNSETIFF reads and writes one `ifreq`, which outlives the call.
+    // SAFETY: the descriptor is open, and TUNSETIFF reads and writes one `ifreq`, which outlives
+    // the call.
     let done = unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF as _, &raw mut request) };
     if done < 0 {
         return Err(io::Error::last_os_error());
@@ -47,7 +48,7 @@ fn attach(name: &str, flags: libc::c_int) -> io::Result<File> {
     Ok(File::from(fd))
 }
 
-/// Makes the device stay when its descriptor is closed.
+/// Keeps the device when its descriptor is closed.
 pub fn persist(tap: &File) -> io::Result<()> {
     // SAFETY: the descriptor is open, and TUNSETPERSIST takes its argument by value.
     let done = unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETPERSIST as _, 1 as libc::c_ulong) };
@@ -59,17 +60,17 @@ const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
 /// `TUNSETVNETHDRSZ` of `linux/if_tun.h`.
 const TUNSETVNETHDRSZ: libc::c_ulong = 0x4004_54d8;
 
-/// What whoever reads frames from a tap can finish by itself.
+/// What the reader of a tap can do itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Offloads {
     pub checksum: bool,
-    /// Cutting TCP over IPv4 into segments; needs `checksum`.
+    /// Segmentation of TCP over IPv4. Needs `checksum`.
     pub tso4: bool,
     /// The same over IPv6.
     pub tso6: bool,
 }
 
-/// Says what the reader of this tap can finish by itself.
+/// Sets what the reader of this tap can do itself.
 pub fn set_offloads(tap: impl AsFd, offloads: Offloads) -> io::Result<()> {
     let flag = |set: bool, flag: libc::c_uint| if set { libc::c_ulong::from(flag) } else { 0 };
     let flags = flag(offloads.checksum, libc::TUN_F_CSUM)

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// kHz of this machine's time stamp counter, measured against the monotonic clock over 50 ms. None where
-/// there is none.
+/// kHz of the time stamp counter, measured against the monotonic clock over 50 ms. None if there is
+/// no counter.
 #[must_use]
 pub fn tsc_khz() -> Option<u64> {
     let (from, started) = (read()?, Instant::now());
@@ -16,8 +16,8 @@ pub fn tsc_khz() -> Option<u64> {
 #[cfg(target_arch = "x86_64")]
 #[allow(clippy::unnecessary_wraps)]
 fn read() -> Option<u64> {
-    // SAFETY: every x86-64 processor has the instruction and user mode may execute it unless a process
-    // forbade itself to (PR_SET_TSC), which we do not.
+    // SAFETY: every x86-64 processor has the instruction, and user mode may execute it unless the
+    // process has forbidden it (PR_SET_TSC), which we never do.
     Some(unsafe { std::arch::x86_64::_rdtsc() })
 }
 

@@ -1,7 +1,7 @@
 //! What a fork costs: `make bench-vmm`. Writes `bench-vmm.json`, in the shape of `keiki bench`.
 //!
-//! The guest is a few bytes, so that the numbers are those of the monitor and the kernel. All samples are kept and
-//! percentiles are samples.
+//! The guest is a few bytes, so that the numbers are those of the monitor and the kernel. All
+//! samples are kept and percentiles are samples.
 
 #[path = "../tests/monitor/mod.rs"]
 mod monitor;
@@ -24,7 +24,8 @@ use std::{
 };
 use vm_memory::{Bytes, GuestAddress};
 
-/// Adds one to a word of each page from 16 MiB on, counts the rounds, and touches a port after each.
+/// Adds one to a word of each page from 16 MiB on, counts the rounds, and touches a port after
+/// each.
 fn dirtier(mib: u32) -> Vec<u8> {
     let end = (16 + mib) << 20;
     let mut code = vec![0xbf, 0, 0, 0, 1]; // mov edi, 16 MiB
@@ -218,7 +219,7 @@ fn first_exit(place: &Place, report: &mut Report) {
     for _ in 0..30 {
         let started = Instant::now();
         let (mut zygote, _) = place.freeze(&mut machine);
-        let (mut copy, thawed) = place.try_thaw(&mut zygote).unwrap();
+        let (copy, thawed) = place.try_thaw(&mut zygote).unwrap();
         while copy.console().is_empty() {}
         whole.push(ms(started.elapsed()));
         for step in thawed.steps {
@@ -237,7 +238,8 @@ fn first_exit(place: &Place, report: &mut Report) {
 /// Waits for an interrupt that never comes.
 const IDLE: &[u8] = &[0xff, 0x05, 0x00, 0x20, 0x00, 0x00, 0xf4, 0xeb, 0xf7];
 
-/// Eight copies of one zygote at once, until each runs. Their guest is idle: eight that are not would measure the scheduler.
+/// Eight copies of one zygote at once, until each runs. Their guest is idle: eight that are not
+/// would measure the scheduler.
 fn eight(place: &Place, report: &mut Report) {
     let mut machine = place.try_boot(IDLE, 1, 256).unwrap();
     let (mut zygote, _) = place.freeze(&mut machine);

@@ -1,7 +1,8 @@
 //! The devices of a machine, where the guest finds them, and which of them serves an access.
 //!
-//! Their order is fixed. Address and interrupt follow from it ([`layout::mmio_window`]), so a frozen machine records
-//! neither. A thaw makes new devices on its own descriptors and restores the state of each.
+//! Their order is fixed. Address and interrupt follow from it ([`layout::mmio_window`]), so a
+//! frozen machine records neither. A thaw makes new devices on its own descriptors and restores the
+//! state of each.
 
 use crate::{
     Error, Result,
@@ -37,11 +38,12 @@ use std::{
 };
 use vm_memory::GuestAddress;
 
-/// MMIO devices of every machine: root disk, network, console, entropy, balloon. Further disks follow them.
+/// MMIO devices of every machine: root disk, network, console, entropy, balloon. Further disks
+/// follow them.
 const MMIO_DEVICES: usize = 5;
 
-/// The machine has no CMOS clock. Its ports read as zeroes: ones would look like a clock that is always busy, for which
-/// Linux waits.
+/// The machine has no CMOS clock. Its ports read as zeroes: ones would look like a clock that is
+/// always busy, for which Linux waits.
 const CMOS_CLOCK: [u16; 2] = [0x70, 0x71];
 
 type Shared = Arc<Mutex<dyn Device>>;
@@ -256,7 +258,8 @@ impl Discard for Ram {
 
 struct MmioDevice {
     device: Shared,
-    /// Served without the lock of the device: an interrupt handler must not wait for I/O of the event loop.
+    /// Served without the lock of the device: an interrupt handler must not wait for I/O of the
+    /// event loop.
     interrupt: Arc<InterruptStatus>,
 }
 

@@ -1,4 +1,4 @@
-//! What a monitor cannot do, as the node is told.
+//! Errors of a monitor, and how it reports them to the node.
 
 use keiki_control::{ControlError, FailureKind, Reply};
 use std::io;
@@ -7,10 +7,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It makes no sense now, or never.
+    /// The request is invalid, or not possible now.
     #[error("{0}")]
     Invalid(String),
-    /// The files are damaged, of another version, or of another machine.
+    /// The files are damaged, or belong to another version or machine.
     #[error("{0}")]
     Refused(String),
     #[error(transparent)]
@@ -28,7 +28,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// For `map_err`: what was being done.
+    /// For `map_err`: names what was being done.
     pub(crate) fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |error| Self::Host(doing, error)
     }
@@ -46,7 +46,7 @@ impl Error {
         }
     }
 
-    /// As the node hears it: one sentence with its causes.
+    /// The reply to the node: one sentence with its causes.
     pub(crate) fn reply(&self) -> Reply {
         Reply::Failed { kind: self.kind(), sentence: keiki_sys::error_chain(self) }
     }

@@ -1,4 +1,4 @@
-//! A machine at one instant, without its memory and its disk: plain data, and the file `vm.state`.
+//! A machine at one instant, without memory and disks: plain data, and the file `vm.state`.
 //!
 //! ```text
 //!   0         8         12         20        52
@@ -6,10 +6,11 @@
 //!             u32       u64        of body   (numbers little-endian)
 //! ```
 //!
-//! A file is not believed. Its size is bounded before it is read, its checksum is compared before it is parsed, every
-//! part says what it is, and what a part holds is checked where it is put to use: by `hv` for the processor and KVM's own
-//! state, by each device for its own. **Promise**: a part never changes its meaning under the same version; a
-//! monitor reads the versions it names and refuses others with a sentence.
+//! A file is not trusted. Its size is bounded before it is read, and its checksum is compared
+//! before it is parsed. Each part has a kind and a version. Its contents are checked where they are
+//! used: by `hv` for the processor and the state of KVM, by each device for its own. **Promise**: a
+//! part never changes its meaning under the same version. A monitor reads the versions that it
+//! names and refuses others with a sentence.
 
 use crate::{Error, Result};
 use keiki_control::{Devices, Disk, MAX_DISKS, Shape};
@@ -28,7 +29,7 @@ const FRAME: Frame = Frame {
     length: Length::U64,
     checksum: Some(|body| *blake3::hash(body).as_bytes()),
 };
-/// A machine of 32 vCPUs has less than 1 MiB.
+/// A machine with 32 vCPUs needs less than 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
 /// More parts than any machine has.
 const MAX_PARTS: u64 = 256;
@@ -38,19 +39,18 @@ const MACHINE_VERSION: u16 = 1;
 const CPU: &str = "processor";
 const VM: &str = "kvm";
 const VCPU: &str = "vcpu";
-/// There only if the machine has further disks.
+/// Present only if the machine has further disks.
 const DISKS: &str = "disks";
 const DISKS_VERSION: u16 = 1;
 
-/// What a machine is, whatever it is doing.
+/// The configuration of a machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub shape: Shape,
-    /// What differs in its devices.
     pub devices: Devices,
 }
 
-/// [`Config`] as its part of a file has it, but for [`DISKS`].
+/// [`Config`] as a part of a file, without [`DISKS`].
 #[derive(Serialize, Deserialize)]
 struct Machine {
     shape: Shape,
@@ -62,13 +62,10 @@ struct Machine {
 #[derive(Debug)]
 pub struct Frozen {
     pub config: Config,
-    /// Which processor it sees.
     pub cpu: CpuModel,
-    /// KVM's state.
     pub vm: VmState,
-    /// Each vCPU's.
     pub vcpus: Vec<VcpuState>,
-    /// Each device's, in the order of the board.
+    /// In the order of the device manager.
     pub devices: Vec<State>,
 }
 
@@ -92,36 +89,34 @@ impl Frozen {
         Ok(FRAME.encode(&body))
     }
 
-    /// Reads a state file that must have this digest.
+    /// Reads a state file, which must have this digest.
     pub fn read(file: &mut File, digest: &[u8; 32]) -> Result<Self> {
         let size = file.metadata().map_err(Error::host("looking at the state file"))?.len();
         if size > MAX_BYTES {
             return refused(format!("the state file has {size} bytes, at most {MAX_BYTES} are read"));
         }
         let mut bytes = Vec::new();
-        // Bounded again: it may grow meanwhile.
+        // Bounded again, because the file may grow meanwhile.
         file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::host("reading the state file"))?;
         if blake3::hash(&bytes) != *digest {
-            return refused(
-                "the state file is not the one that the snapshot names: its digest differs".into(),
-            );
+            return refused("the state file does not belong to the snapshot: its digest differs".into());
         }
         Self::from_bytes(&bytes)
     }
 
-    /// The reverse of [`Frozen::to_bytes`]. Any bytes may come.
+    /// The reverse of [`Frozen::to_bytes`]. Accepts any bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let body = FRAME.decode(bytes).map_err(|error| Error::Refused(format!("the state file {error}")))?;
-        // How many there are comes first; counted before they are parsed.
+        // The number of parts comes first, and is checked before they are parsed.
         let count = postcard::take_from_bytes::<u64>(body).map_or(0, |(count, _)| count);
         if count > MAX_PARTS {
             return refused(format!("the state file has {count} parts, at most {MAX_PARTS} are read"));
         }
         let parts: Vec<State> = match postcard::take_from_bytes(body) {
             Ok((parts, [])) => parts,
-            Ok(_) => return refused("the state file has bytes behind its last part".into()),
+            Ok(_) => return refused("the state file has bytes after its last part".into()),
             Err(error) => {
-                return refused(format!("the parts of the state file cannot be told apart ({error})"));
+                return refused(format!("the parts of the state file cannot be parsed ({error})"));
             }
         };
         let mut parts = parts.into_iter().peekable();
@@ -131,7 +126,7 @@ impl Frozen {
         }
         let cpu: CpuModel = unpack(parts.next(), CPU, number(CPU_MODEL))?;
         if u32::from(cpu.vcpus) != shape.vcpus {
-            let text = "the processor of the state file has another number of vCPUs than its machine";
+            let text = "the processor of the state file has a different number of vCPUs than its machine";
             return refused(text.into());
         }
         let vm: VmState = unpack(parts.next(), VM, number(VM_STATE))?;
@@ -139,7 +134,7 @@ impl Frozen {
         for id in 0..shape.vcpus {
             let vcpu: VcpuState = unpack(parts.next(), VCPU, number(VCPU_STATE))?;
             if u32::from(vcpu.id) != id {
-                return refused(format!("the state file has vCPU {} where vCPU {id} belongs", vcpu.id));
+                return refused(format!("the state file has vCPU {} where vCPU {id} is expected", vcpu.id));
             }
             vcpus.push(vcpu);
         }
@@ -172,15 +167,14 @@ fn unpack<T: DeserializeOwned + Serialize>(
         return refused(format!("the state file ends before its {kind} part"));
     };
     let fields: T = part.unpack(kind, version)?;
-    // The kernel's structures are read as bytes, of which too few or too many would be taken.
+    // Structures of the kernel are read as bytes, and serde would accept too few or too many.
     let again = postcard::to_stdvec(&fields).unwrap_or_default();
     if again != part.data {
-        return refused(format!("the {kind} part of the state file has structures of another size"));
+        return refused(format!("the {kind} part of the state file has structures of the wrong size"));
     }
     Ok(fields)
 }
 
-/// Versions are small.
 const fn number(version: u32) -> u16 {
     assert!(version <= u16::MAX as u32);
     version as u16
@@ -253,7 +247,8 @@ mod tests {
         assert_eq!(file(&parts()), bytes);
     }
 
-    /// A file that an earlier build wrote. A change that breaks it needs a new version of what it changes.
+    /// A file that an earlier build wrote. A change that breaks it needs a new version of what it
+    /// changes.
     #[test]
     fn the_first_version_is_still_read() {
         let file = include_bytes!("../../../fuzz/seeds/frozen/version-1");
@@ -315,8 +310,8 @@ mod tests {
         };
         assert_eq!(changed(&|f| f.config.shape.vcpus = 0), "the state file is of a machine with 0 vCPUs");
         assert_eq!(changed(&|f| f.config.shape.vcpus = 99), "the state file is of a machine with 99 vCPUs");
-        assert!(changed(&|f| f.cpu.vcpus = 1).contains("another number of vCPUs"));
-        assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 belongs"));
+        assert!(changed(&|f| f.cpu.vcpus = 1).contains("a different number of vCPUs"));
+        assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 is expected"));
         assert!(changed(&|f| f.vcpus.truncate(1)).contains("state of a thing device where"));
         let many = vec![
             State { kind: "x".into(), version: 0, data: Vec::new() };
@@ -327,11 +322,12 @@ mod tests {
         let mut parts = parts();
         let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
         parts[2].data = postcard::to_stdvec(&short).unwrap();
-        assert!(refused(&parts).contains("kvm part of the state file has structures of another size"));
+        assert!(refused(&parts).contains("kvm part of the state file has structures of the wrong size"));
     }
 
     proptest! {
-        /// A byte changed anywhere, with and without the checksum put right: refused, or read as what it says.
+        /// A byte changed anywhere, with and without the checksum put right: refused, or read as
+        /// what it says.
         #[test]
         fn no_bytes_are_too_strange(at: prop::sample::Index, value: u8, cut: prop::sample::Index, sum: bool) {
             let mut bytes = frozen().to_bytes().unwrap();

@@ -1,13 +1,15 @@
-//! The jail: what a monitor may do for the rest of its life, and all its copies after it.
+//! The jail of a monitor and of all its copies, for the rest of their lives.
 //!
-//! It is entered once, in the root of a lineage, before the first message: copies inherit it, and a filter for each
-//! generation would be refused after some two hundred, and cost on every call.
+//! The root of a lineage enters it once, before the first message, and copies inherit it. Another
+//! filter for each generation would slow every call, and the kernel refuses it after some two
+//! hundred.
 //!
-//! - Of the host's files: nothing. An empty root, read-only. What it works on arrives as descriptors.
-//! - Namespaces of its own for mounts, network, IPC and host name. None for processes: killing the first of one would kill every
-//!   descendant (DESIGN finding 2).
-//! - A user that is nobody else's, no capability, no new privileges, not dumpable: relatives share the user, and may still
-//!   not trace or read each other. Nor signal: the filter below has no call that could, except one signal that is ignored.
+//! - An empty read-only root: it has no file of the host. Descriptors arrive with requests.
+//! - Its own namespaces for mounts, network, IPC and host name. None for processes: killing the
+//!   first process of one would kill every descendant (DESIGN finding 2).
+//! - A user that no other lineage has, no capability, no new privileges, not dumpable. Relatives
+//!   share the user, but cannot trace or read each other. The filter has no call that sends
+//!   signals, except one signal that is ignored.
 
 use keiki_control::Start;
 use keiki_sys::jail::{Limits, enter_empty};
@@ -18,7 +20,7 @@ use seccompiler::{
 };
 use std::{collections::BTreeMap, io};
 
-/// Enters it. One thread, nothing begun.
+/// Enters the jail. The process must have one thread and no work under way.
 ///
 /// # Errors
 /// After an error the process must end.
@@ -30,12 +32,12 @@ pub fn enter(user: u32, start: &Start) -> io::Result<()> {
         oom_score_adj: start.oom_score_adj,
     };
     enter_empty(user, limits)?;
-    // A change of user resets it: after that.
+    // After the change of user, which resets it.
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     filter()
 }
 
-/// Installs the filter of system calls: all that is not listed ends the process.
+/// Installs the system call filter. A call that is not listed ends the process.
 pub fn filter() -> io::Result<()> {
     for program in [thread_creation().map_err(io::Error::other)?, allowed().map_err(io::Error::other)?] {
         seccompiler::apply_filter(&program).map_err(io::Error::other)?;
@@ -45,7 +47,8 @@ pub fn filter() -> io::Result<()> {
 
 type Made<T> = Result<T, seccompiler::BackendError>;
 
-/// `clone3` has its flags in memory, where no filter sees them: it does not exist, and the C library takes `clone`.
+/// `clone3` has its flags in memory, where a filter cannot see them. It fails as if the kernel did
+/// not have it, and the C library uses `clone`.
 fn thread_creation() -> Made<BpfProgram> {
     let rules = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());
@@ -55,13 +58,14 @@ fn thread_creation() -> Made<BpfProgram> {
 fn allowed() -> Made<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<Rule>> = CALLS.iter().map(|(call, _)| (*call, vec![])).collect();
     rules.insert(libc::SYS_ioctl, requests()?);
-    // Copies of descriptors, and their flags. Not who gets a signal when one is ready: any relative could be made to.
+    // Duplicates descriptors and changes flags. Does not choose the receiver of signals, which
+    // could be any relative.
     let orders = FCNTL.map(|order| equals(1, order.unsigned_abs().into()));
     rules.insert(libc::SYS_fcntl, orders.into_iter().collect::<Made<_>>()?);
     rules.insert(libc::SYS_clone, vec![flags_without(0, NAMESPACES | PARENT)?]);
-    // The kick of a vCPU thread, which does nothing to whoever gets it.
+    // The kick of a vCPU thread, which does nothing else to its receiver.
     rules.insert(libc::SYS_tgkill, vec![equals(2, libc::SIGRTMIN().unsigned_abs().into())?]);
-    // Its own alone: that of relatives, who are of the same user, could be taken from them.
+    // Its own priority only: relatives have the same user.
     let own = [Condition::new(0, Len::Dword, Op::Eq, 0)?, Condition::new(1, Len::Dword, Op::Eq, 0)?];
     rules.insert(libc::SYS_setpriority, vec![Rule::new(own.to_vec())?]);
     let calls = [libc::PR_SET_NAME, libc::PR_SET_VMA].map(|option| equals(0, option.unsigned_abs().into()));
@@ -70,16 +74,17 @@ fn allowed() -> Made<BpfProgram> {
         .try_into()
 }
 
-/// Flags of `clone` that make namespaces.
+/// Flags of `clone` that create namespaces.
 const NAMESPACES: u64 = 0x7e02_0000;
-/// And the one that makes the child its parent's sibling: the node's child, which waits for none.
+/// The flag that makes the child a sibling of its parent. It would be a child of the node, which
+/// does not expect it.
 const PARENT: u64 = 0x8000;
 
-/// What may be ordered with `fcntl`.
+/// Allowed operations of `fcntl`.
 const FCNTL: [libc::c_int; 6] =
     [libc::F_DUPFD, libc::F_DUPFD_CLOEXEC, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL];
 
-/// System calls, and what for.
+/// Allowed system calls, and their purpose.
 const CALLS: &[(i64, &str)] = &[
     (libc::SYS_read, "events, memory and state files"),
     (libc::SYS_write, "events, files, the tap, messages on standard error"),
@@ -143,21 +148,21 @@ const CALLS: &[(i64, &str)] = &[
     (libc::SYS_clock_gettime, "time limits, where the kernel has no faster way"),
     (libc::SYS_clock_nanosleep, "waiting for threads to end"),
     (libc::SYS_nanosleep, "the same"),
-    (libc::SYS_restart_syscall, "a wait goes on after it was stopped"),
+    (libc::SYS_restart_syscall, "a wait continues after a stop"),
     (libc::SYS_exit, "a thread ends"),
     (libc::SYS_exit_group, "the process ends"),
 ];
 
-/// What may be asked of a descriptor.
+/// Allowed `ioctl` requests.
 fn requests() -> Made<Vec<Rule>> {
-    /// All of KVM's have this type.
+    /// All requests of KVM have this type.
     const KVM: u64 = 0xae00;
     const TYPE: u64 = 0xff00;
     /// `PAGEMAP_SCAN`: the pages that are private.
     const PAGEMAP_SCAN: u64 = 0xc060_6610;
     /// `TUNSETOFFLOAD`, `TUNSETVNETHDRSZ`. Not `TUNSETIFF`: a tap arrives attached.
     const TAP: [u64; 2] = [0x4004_54d0, 0x4004_54d8];
-    /// `FIONBIO`, `FIONREAD`, `FIOCLEX`: how the standard library sets and asks things.
+    /// `FIONBIO`, `FIONREAD`, `FIOCLEX`, which the standard library uses.
     const PLAIN: [u64; 3] = [0x5421, 0x541b, 0x5451];
     let kvm = Rule::new(vec![Condition::new(1, Len::Dword, Op::MaskedEq(TYPE), KVM)?])?;
     let single = [PAGEMAP_SCAN].into_iter().chain(TAP).chain(PLAIN).map(|request| equals(1, request));

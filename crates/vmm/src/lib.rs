@@ -6,10 +6,11 @@
 //!   vCPU threads  KVM_RUN ── access ── Bus ──────────> device registers
 //! ```
 //!
-//! - **Freeze**: flush the disk, park the vCPUs, pause the devices, save the state of both, fork, put a new top layer on the
-//!   disk, resume. The copy is a zygote: guest memory and a few hundred KiB of state, with every other descriptor closed.
-//! - **Thaw**: fork the zygote. The copy makes a new virtual machine over the same memory and new devices on its own
-//!   descriptors, restores their state, and runs.
+//! - **Freeze**: flush the disk, park the vCPUs, pause the devices, save the state of both, fork,
+//!   put a new top layer on the disk, resume. The copy is a zygote: guest memory and a few hundred
+//!   KiB of state, with every other descriptor closed.
+//! - **Thaw**: fork the zygote. The copy makes a new virtual machine over the same memory and new
+//!   devices on its own descriptors, restores their state, and runs.
 //! - **Persist**: a copy of the zygote writes its private pages and the state to files.
 //! - **Load**: a blank monitor maps `vm.mem` and becomes a zygote.
 //!

@@ -1,8 +1,8 @@
 //! A machine: it runs, it is paused, and it forks zygotes.
 //!
-//! There are two kinds of threads. Each vCPU has one, which runs the guest and serves register accesses. The main thread
-//! does everything else, one thing at a time: device backends, queue notifications, and the control socket. It sleeps in
-//! one `poll`.
+//! There are two kinds of threads. Each vCPU has one, which runs the guest and serves register
+//! accesses. The main thread does everything else, one thing at a time: device backends, queue
+//! notifications, and the control socket. It sleeps in one `poll`.
 
 use crate::{
     Error, Result, boot,
@@ -29,8 +29,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long vCPUs may take to stop. They mostly take a tenth of a millisecond. On a host that is far too busy, a slow
-/// freeze is better than a failed one.
+/// How long vCPUs may take to stop. They mostly take a tenth of a millisecond. On a host that is
+/// far too busy, a slow freeze is better than a failed one.
 const PARK: Duration = Duration::from_secs(2);
 /// How long devices may take to finish what is in flight.
 const DRAIN: Duration = Duration::from_millis(200);
@@ -171,7 +171,8 @@ impl Machine {
                 self.devices.process(device);
             }
             self.check_guest_exit();
-            // `control.server` is about the previous connection: a new one has its turn in the next round.
+            // `control.server` is about the previous connection: a new one has its turn in the next
+            // round.
             let mut is_new = false;
             if control.listener
                 && let Ok(server) = control::accept(&self.listener)
@@ -183,7 +184,8 @@ impl Machine {
                 && !is_new
                 && let Some(zygote) = self.request()
             {
-                // Drops nothing of the parent: its threads do not exist here, and its descriptors are closed.
+                // Drops nothing of the parent: its threads do not exist here, and its descriptors
+                // are closed.
                 std::mem::forget(self);
                 std::mem::forget(events);
                 return zygote;
@@ -223,7 +225,8 @@ impl Machine {
         }
     }
 
-    /// Ends the process. Writes the reason to the console log: there may be no parent that reads an exit status.
+    /// Ends the process. Writes the reason to the console log: there may be no parent that reads an
+    /// exit status.
     fn finish(&mut self, reason: &str) -> ! {
         use std::io::{Seek, SeekFrom, Write};
         let _ = self.devices.pause(Instant::now() + DRAIN);
@@ -370,7 +373,8 @@ impl Machine {
         }
         for (done, (number, top)) in tops.into_iter().enumerate() {
             match self.devices.with_disk(number, |disk| disk.switch_top(top))? {
-                // The disks are now of different instants, and no copy has what was written to the others.
+                // The disks are now of different instants, and no copy has what was written to the
+                // others.
                 Err(error) if done > 0 => {
                     self.finish(&format!("failed: a freeze could not switch disk {number}: {error}"));
                 }
@@ -388,8 +392,8 @@ impl Machine {
         tops: Vec<(usize, Top)>,
         watch: &mut Stopwatch,
     ) -> Result<FreezeOutcome> {
-        // The guest may have ended since the event loop checked. The vCPUs of a copy would never run, and nothing would
-        // report that.
+        // The guest may have ended since the event loop checked. The vCPUs of a copy would never
+        // run, and nothing would report that.
         if self.devices.guest_exit().is_some() || self.cpus.ended().is_some() {
             return Err(Error::Invalid("its guest has just ended".into()));
         }
@@ -417,7 +421,8 @@ impl Machine {
             }
             Side::Parent { child } => {
                 watch.lap("fork");
-                // If this fails, the freeze fails: the node closes its connection to the zygote, which ends it.
+                // If this fails, the freeze fails: the node closes its connection to the zygote,
+                // which ends it.
                 self.switch_tops(tops)?;
                 watch.lap("disk");
                 Ok(FreezeOutcome::Machine(Reply::Frozen(control::Frozen {

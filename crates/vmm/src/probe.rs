@@ -1,7 +1,7 @@
 //! `keiki-vmm --probe`: measures how fast KVM runs a guest on this host.
 //!
-//! A host may have a `/dev/kvm` that interprets every instruction. So a guest of a few bytes counts down a register while
-//! the clock runs. The node reads the result before it chooses an engine.
+//! A host may have a `/dev/kvm` that interprets every instruction. So a guest of a few bytes counts
+//! down a register while the clock runs. The node reads the result before it chooses an engine.
 
 use keiki_hv::{
     Bus, Exit, GuestRam, HugePages, Kvm, Vcpu,
@@ -10,7 +10,8 @@ use keiki_hv::{
 use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Rounds of two instructions. They take no time on native KVM, and a tenth of a second or two where it interprets.
+/// Rounds of two instructions. They take no time on native KVM, and a tenth of a second or two
+/// where it interprets.
 const ROUNDS: u32 = 100_000;
 /// How long a guest may take for one round.
 const PATIENCE: Duration = Duration::from_secs(8);

@@ -107,7 +107,8 @@ fn hello() -> Reply {
     Reply::Hello(control::Hello { stage: Stage::Blank, paused: false, generation: 0, layers: 0 })
 }
 
-/// Makes a machine in the copy of a zygote. The copy answers for itself: the kernel tells the node its process id.
+/// Makes a machine in the copy of a zygote. The copy answers for itself: the kernel tells the node
+/// its process id.
 fn become_machine(copy: ThawedCopy) -> Machine {
     let ThawedCopy { kvm, ram, frozen, fds, generation, ancestry, mut server, mut watch } = copy;
     if redirect_stderr(fds.stderr.as_ref()).is_err() {

@@ -1,8 +1,9 @@
-//! The working set: pages that a machine is known to touch first. They are mapped into the guest before it runs, all at
-//! once. Otherwise each of them costs an exit (RFD 013).
+//! The working set: pages that a machine is known to touch first. They are mapped into the guest
+//! before it runs, all at once. Otherwise each of them costs an exit (RFD 013).
 //!
-//! The list is a hint from the node, from a file that the node has checked. Pages outside RAM are left out, and so are pages
-//! that no longer lie over the memory file: there a huge page would be taken for one page.
+//! The list is a hint from the node, from a file that the node has checked. Pages outside RAM are
+//! left out, and so are pages that no longer lie over the memory file: there a huge page would be
+//! taken for one page.
 
 use keiki_control::Pages;
 use keiki_hv::{GuestRam, Vcpu};
@@ -11,7 +12,8 @@ use std::{fs::File, io::Read, ops::Range, os::fd::OwnedFd};
 
 /// Longest list that is read.
 const MAX_BYTES: u64 = 512 << 10;
-/// Most pages that are mapped, and most of them that are copied. The snapshot says which pages, but not how many.
+/// Most pages that are mapped, and most of them that are copied. The snapshot says which pages, but
+/// not how many.
 const MAX_MAPPED: u64 = 16 << 10;
 const MAX_COPIED: u64 = 1 << 10;
 
@@ -53,7 +55,8 @@ impl WorkingSet {
         set
     }
 
-    /// Maps all pages into the guest of this vCPU, and copies those that it will write. An error costs speed only.
+    /// Maps all pages into the guest of this vCPU, and copies those that it will write. An error
+    /// costs speed only.
     pub fn map_into(&self, ram: &GuestRam, vcpu: &Vcpu) -> crate::Result<()> {
         let written: Vec<_> = self.written.iter().flat_map(|part| ram.over_file(part)).collect();
         ram.make_private(&written).map_err(crate::Error::host("copying pages ahead"))?;

@@ -1,4 +1,5 @@
-//! A zygote: a frozen machine in memory. It never runs a vCPU. It forks machines, and copies that write it to files.
+//! A zygote: a frozen machine in memory. It never runs a vCPU. It forks machines, and copies that
+//! write it to files.
 
 use crate::{
     Error, Result,
@@ -109,7 +110,8 @@ impl Zygote {
         }
     }
 
-    /// Serves requests. Returns in the copy that a thaw forks; the zygote itself ends with its connection.
+    /// Serves requests. Returns in the copy that a thaw forks; the zygote itself ends with its
+    /// connection.
     pub fn serve(mut self) -> ThawedCopy {
         loop {
             let (request, mut descriptors) = match self.server.receive() {
@@ -188,10 +190,12 @@ impl Zygote {
         match fork(&keep).map_err(Error::host("forking"))? {
             Side::Parent { .. } => Ok(own.map(|_| Reply::Done)),
             Side::Child => {
-                // Machines and freezes come first where processors are busy. An error costs speed only.
+                // Machines and freezes come first where processors are busy. An error costs speed
+                // only.
                 let _ = rustix::process::setpriority_process(None, BACKGROUND);
                 if let Some(own) = &mut own {
-                    // Tells the node which process writes, so that the node can lower its priority too.
+                    // Tells the node which process writes, so that the node can lower its priority
+                    // too.
                     let _ = own.answer(&Reply::Done);
                 }
                 let written = self.write(&private, &memory, &state);

@@ -173,7 +173,8 @@ impl Traced {
 
     #[allow(unsafe_code)]
     fn ask(&self, request: libc::c_uint, address: usize, data: usize) {
-        // SAFETY: the requests above read nothing of ours, and write only where there is room for what they write.
+        // SAFETY: the requests above read nothing of ours, and write only where there is room for
+        // what they write.
         let done = unsafe { libc::ptrace(request, self.0.as_raw_nonzero().get(), address, data) };
         assert!(done >= 0, "{}", std::io::Error::last_os_error());
     }
@@ -187,7 +188,8 @@ impl Drop for Traced {
     }
 }
 
-/// The end comes when the event loop has looked for it, and before the vCPUs are parked: there is no copy.
+/// The end comes when the event loop has looked for it, and before the vCPUs are parked: there is
+/// no copy.
 #[test]
 fn a_machine_that_ends_while_it_is_frozen_is_not_copied() {
     let Some(place) = place() else { return };

@@ -1,4 +1,5 @@
-//! Machines with several disks: found by the guest, written and read through their queues, frozen together.
+//! Machines with several disks: found by the guest, written and read through their queues, frozen
+//! together.
 
 mod monitor;
 
@@ -6,7 +7,8 @@ use keiki_control::{ControlError, Reply, Request, Role};
 use monitor::{DISK, Monitor, Place, borrow, place, until};
 use std::{fs::File, os::unix::fs::FileExt, path::PathBuf};
 
-/// Does what it is told by memory: at ORDER 1 to write a register, 2 to read one; then the address, then the value.
+/// Does what it is told by memory: at ORDER 1 to write a register, 2 to read one; then the address,
+/// then the value.
 #[rustfmt::skip]
 const PUPPET: &[u8] = &[
     0xff, 0x05, 0x00, 0x20, 0x00, 0x00,       // inc dword [COUNT]

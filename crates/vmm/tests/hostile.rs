@@ -6,8 +6,8 @@ use keiki_control::{Reply, Request};
 use monitor::{COUNT, Monitor, SILENT, place, until};
 use std::fs;
 
-/// Writes to, and reads from, many addresses of the first device windows and what lies behind them; then the same for
-/// all ports, bytes, words and double words. Counts its rounds.
+/// Writes to, and reads from, many addresses of the first device windows and what lies behind them;
+/// then the same for all ports, bytes, words and double words. Counts its rounds.
 #[rustfmt::skip]
 const EVERYWHERE: &[u8] = &[
     0xff, 0x05, 0x00, 0x20, 0x00, 0x00,             // inc dword [COUNT]

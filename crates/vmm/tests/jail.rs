@@ -148,8 +148,9 @@ fn become_user(user: u32) {
     rustix::thread::set_thread_res_uid(id, id, id).unwrap();
 }
 
-/// A hostile bystander, beside a machine, its zygote and a copy. A relative, which has their user, has the filter too, and
-/// ends at the first attempt; a monitor of another lineage has another user, and is refused by the kernel even without.
+/// A hostile bystander, beside a machine, its zygote and a copy. A relative, which has their user,
+/// has the filter too, and ends at the first attempt; a monitor of another lineage has another
+/// user, and is refused by the kernel even without.
 #[test]
 #[allow(unsafe_code)]
 fn a_bystander_can_neither_end_nor_trace_nor_read_them() {

@@ -106,8 +106,8 @@ fn depth_costs_nothing() {
     machine.counts();
     let (before, after) = (sizes[5], sizes[depth - 1]);
     assert_eq!((before.fds, before.threads), (after.fds, after.threads));
-    // What a generation leaves in the copy: its parent's objects, which are forgotten. Bounded, and a lineage is begun
-    // anew by the node after some dozens.
+    // What a generation leaves in the copy: its parent's objects, which are forgotten. Bounded, and
+    // a lineage is begun anew by the node after some dozens.
     let grown = after.heap_kib.saturating_sub(before.heap_kib) / (depth - 5);
     println!("each generation leaves {grown} KiB and {} mappings", (after.maps - before.maps) / (depth - 5));
     assert!(grown < 512, "{before:?} {after:?}");

@@ -69,7 +69,8 @@ fn many_copies_go_on_from_one_instant() {
     }
     assert!(follows(before[0] - 1, &letters(&machine)));
     for copy in &copies {
-        // The letter before the freeze may have been printed and its line end not: then the line is the parent's.
+        // The letter before the freeze may have been printed and its line end not: then the line is
+        // the parent's.
         assert!(follows(*before.last().unwrap(), &letters(copy)), "{before:?} {:?}", copy.console());
     }
     let Reply::Hello(hello) = copies[0].call(&Request::Hello) else { panic!() };
@@ -181,7 +182,8 @@ fn orders() -> Vec<Vec<usize>> {
     orders
 }
 
-/// Invariant 3: whoever is killed, in whatever order, nobody else notices: machines run on, zygotes make machines.
+/// Invariant 3: whoever is killed, in whatever order, nobody else notices: machines run on, zygotes
+/// make machines.
 #[test]
 fn nobody_depends_on_a_relative() {
     let Some(place) = place() else { return };

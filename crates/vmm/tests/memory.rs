@@ -1,5 +1,6 @@
-//! Finding 4: memory moves between relatives, but not between control groups. So a lineage has one, as large as its worst
-//! case, and a parent that writes all its memory anew beside its zygotes lives.
+//! Finding 4: memory moves between relatives, but not between control groups. So a lineage has one,
+//! as large as its worst case, and a parent that writes all its memory anew beside its zygotes
+//! lives.
 
 mod monitor;
 

@@ -90,7 +90,7 @@ fn the_page_map_of_a_relative_is_refused() {
     let (mut zygote, _) = place.freeze(&mut machine);
     let stored = place.to_store(&zygote, 16);
     let error = place.try_persist(&mut zygote, &stored, machine.pid()).unwrap_err();
-    assert_eq!(error.to_string(), "the page map that was handed over is not this process's own");
+    assert_eq!(error.to_string(), "the page map belongs to another process");
     let own = zygote.pid();
     place.try_persist(&mut zygote, &stored, own).unwrap();
 }
@@ -155,8 +155,8 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     place.thaw(&mut place.load(&stored)).counts();
 }
 
-/// What a machine is known to touch first it has before it runs; its copies inherit that. A list is a hint: whatever it
-/// holds, nothing else changes.
+/// What a machine is known to touch first it has before it runs; its copies inherit that. A list is
+/// a hint: whatever it holds, nothing else changes.
 #[test]
 fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
     let Some(place) = place() else { return };
@@ -194,7 +194,8 @@ fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
     let (mut copy, thawed) = place.try_thaw_with(&mut loaded, good).unwrap();
     assert!(thawed.steps.iter().any(|step| step.name == "pages"), "{thawed:?}");
     if Kvm::open().unwrap().prefaults() {
-        // Giving the guest a page makes it the monitor's first. The guest itself touches none of them.
+        // Giving the guest a page makes it the monitor's first. The guest itself touches none of
+        // them.
         let start = copy.ram_start() + at;
         let pagemap = fs::File::open(format!("/proc/{}/pagemap", copy.pid())).unwrap();
         let read = keiki_sys::pages::file_pages(&pagemap, start..start + 2 * PAGE).unwrap();
@@ -228,7 +229,8 @@ fn a_machine_is_given_the_pages_that_it_is_known_to_touch() {
     place.thaw(&mut loaded).counts();
 }
 
-/// A machine of another processor: refused by the name of what is missing here, before anything starts.
+/// A machine of another processor: refused by the name of what is missing here, before anything
+/// starts.
 #[test]
 fn a_processor_that_is_not_here_is_refused_by_name() {
     let Some(place) = place() else { return };
@@ -243,7 +245,7 @@ fn a_processor_that_is_not_here_is_refused_by_name() {
         refusal(&place, &with_state(&place, &stored, &frozen))
     };
     let lacks =
-        |name: &str| format!("this host's processor has no {name}, which the machine was started with");
+        |name: &str| format!("the processor of this host lacks {name}, which the machine was started with");
     let missing = (0..32).find(|bit| here.ebx & 1 << bit == 0 && ![0, 1, 3, 5, 7, 8].contains(bit));
     let missing: u32 = missing.expect("a processor has everything");
     assert_eq!(refused(4, 1 << missing), lacks(&format!("bit {missing} of CPUID 0x7.0 Ebx")));
@@ -273,7 +275,8 @@ fn a_processor_that_is_not_here_is_refused_by_name() {
     place.thaw(&mut place.load(&stored)).counts();
 }
 
-/// What only KVM or a device can tell is found by the copy, which says it and ends; the zygote can be asked again.
+/// What only KVM or a device can tell is found by the copy, which says it and ends; the zygote can
+/// be asked again.
 #[test]
 fn a_state_that_does_not_fit_ends_the_copy_alone() {
     let Some(place) = place() else { return };
@@ -291,18 +294,19 @@ fn a_state_that_does_not_fit_ends_the_copy_alone() {
         error
     };
     let error = refused(&|f| f.vcpus[0].msrs.push((0x1234_5678, 5)));
-    assert_eq!(error, "the host's KVM refuses the value of MSR 0x12345678");
+    assert_eq!(error, "KVM on this host refuses the value of MSR 0x12345678");
     let error = refused(&|f| f.vcpus[0].version = 2);
     assert_eq!(error, "the saved vCPU has version 2, this monitor reads version 1");
     let count = state_of(&stored).devices.len();
     let error = refused(&|f| drop(f.devices.pop()));
     assert_eq!(error, format!("the state has {} devices, this machine has {count}", count - 1));
     let error = refused(&|f| f.devices.swap(0, 1));
-    assert_eq!(error, "state of the virtio-mmio device: queues are not as many as this device has");
+    assert_eq!(error, "state of the virtio-mmio device: queues differ in number from those of this device");
     place.thaw(&mut place.load(&stored)).counts();
 }
 
-/// Finding 11, through the monitor: what a vCPU has is the same after a load and a thaw, a freeze and another thaw.
+/// Finding 11, through the monitor: what a vCPU has is the same after a load and a thaw, a freeze
+/// and another thaw.
 #[test]
 fn a_vcpu_in_use_comes_through_files_and_forks() {
     let Some(place) = place() else { return };

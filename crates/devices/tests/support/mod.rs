@@ -1,4 +1,5 @@
-//! A driver: what a guest does to a virtio device, over real registers and real rings in real guest memory.
+//! A driver: what a guest does to a virtio device, over real registers and real rings in real guest
+//! memory.
 #![allow(dead_code)]
 
 use keiki_devices::{

@@ -1,4 +1,5 @@
-//! A vCPU in the middle of its work: nothing of it is as a new one has it. For the tests of `hv` and of the monitor.
+//! A vCPU in the middle of its work: nothing of it is as a new one has it. For the tests of `hv`
+//! and of the monitor.
 
 use keiki_hv::state::VcpuState;
 
@@ -32,7 +33,8 @@ fn set_apic(state: &mut VcpuState, register: usize, value: u32) {
 
 /// All but general and special registers, which are those of the guest's code.
 pub fn fill(state: &mut VcpuState) {
-    // x87, SSE and AVX enabled and in use: control words, ST0 to ST7, XMM0 to XMM15, and the upper halves of YMM.
+    // x87, SSE and AVX enabled and in use: control words, ST0 to ST7, XMM0 to XMM15, and the upper
+    // halves of YMM.
     (state.xcrs.nr_xcrs, state.xcrs.xcrs[0].value) = (1, 7);
     let area = &mut state.xsave.region;
     area[0] = 0x037f;
@@ -66,7 +68,8 @@ fn bytes<T: serde::Serialize>(part: &T) -> Vec<u8> {
     postcard::to_stdvec(part).unwrap()
 }
 
-/// All of it must be the same, part by part, but general and special registers, and the counters, which go on.
+/// All of it must be the same, part by part, but general and special registers, and the counters,
+/// which go on.
 pub fn compare(is: &VcpuState, was: &VcpuState) {
     assert_eq!(bytes(&is.xcrs), bytes(&was.xcrs), "enabled states");
     let (area, before) = (is.xsave.region, was.xsave.region);

@@ -1,5 +1,5 @@
-//! A guest of a few bytes, which needs no firmware and no kernel: 32-bit code that counts in its memory and touches
-//! devices in every way there is, over and over.
+//! A guest of a few bytes, which needs no firmware and no kernel: 32-bit code that counts in its
+//! memory and touches devices in every way there is, over and over.
 #![allow(dead_code)]
 
 use keiki_hv::{
@@ -22,7 +22,8 @@ pub const COUNT: u64 = 0x2000;
 /// Where it puts what it read: `IN`, memory-mapped, `INS` (three).
 pub const READ: u64 = 0x2004;
 
-/// One round: count, `OUT`, `IN`, write and read a device by address, `OUTS` and `INS` of three each, again.
+/// One round: count, `OUT`, `IN`, write and read a device by address, `OUTS` and `INS` of three
+/// each, again.
 #[rustfmt::skip]
 pub const EVERY_EXIT: &[u8] = &[
     0xff, 0x05, 0x00, 0x20, 0x00, 0x00, // inc dword [COUNT]

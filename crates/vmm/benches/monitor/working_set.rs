@@ -1,7 +1,9 @@
-//! Whether it would help to make the pages present that a copy of a stored machine touches first (RFD 010).
+//! Whether it would help to make the pages present that a copy of a stored machine touches first
+//! (RFD 010).
 //!
-//! A memory file is mapped, as a load does; a copy is forked off, gets a virtual machine, and its guest touches 8 MiB. With
-//! and without [`GuestRam::populate`] of just these pages, which is as good as a recording can be; page cache warm and cold.
+//! A memory file is mapped, as a load does; a copy is forked off, gets a virtual machine, and its
+//! guest touches 8 MiB. With and without [`GuestRam::populate`] of just these pages, which is as
+//! good as a recording can be; page cache warm and cold.
 
 use super::{Report, ms, tiny};
 use crate::monitor::Place;
@@ -31,7 +33,8 @@ fn toucher(distance: u64, write: bool) -> Vec<u8> {
     code
 }
 
-/// What is done at the load: pages are made present, or the kernel is told to read them and not waited for.
+/// What is done at the load: pages are made present, or the kernel is told to read them and not
+/// waited for.
 #[derive(Clone, Copy, PartialEq)]
 enum Ahead {
     Nothing,

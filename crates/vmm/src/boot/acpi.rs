@@ -5,8 +5,9 @@
 //!                 └─ MADT            vCPUs, I/O APIC
 //! ```
 //!
-//! The platform is "hardware-reduced": no fixed ACPI hardware, and no PIC, PIT or RTC that the guest would probe
-//! and wait for. Events come as interrupts of a generic event device. All interrupts are edge triggered.
+//! The platform is "hardware-reduced": no fixed ACPI hardware, and no PIC, PIT or RTC that the
+//! guest would probe and wait for. Events come as interrupts of a generic event device. All
+//! interrupts are edge triggered.
 
 use super::{
     Error,

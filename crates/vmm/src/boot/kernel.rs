@@ -1,7 +1,7 @@
-//! Kernel, initramfs and command line in guest memory, and the parameters that tell the kernel of them.
+//! Kernel, initramfs, command line and boot parameters in guest memory.
 //!
-//! A bzImage unpacks itself to the address it prefers, so all up to the end of that is kept free. The initramfs goes
-//! to the end of low RAM: it is in nobody's way there, and below 4 GiB as every kernel wants it.
+//! A bzImage unpacks itself to its preferred address, so the memory up to its end is kept free. The
+//! initramfs goes to the end of low RAM, out of the way and below 4 GiB, as every kernel requires.
 
 use super::{
     Entry, Error,
@@ -22,16 +22,16 @@ use std::{
 use vm_memory::{Bytes, GuestAddress};
 
 const ELF_MAGIC: [u8; 4] = *b"\x7fELF";
-/// Of the boot protocol: what a kernel without a header is told.
+/// Boot protocol header for a kernel without one.
 const BOOT_FLAG: u16 = 0xaa55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
 const LOADER_UNKNOWN: u8 = 0xff;
 const ELF_ALIGNMENT: u32 = 0x100_0000;
-/// Flag of a kernel that can be entered in 64-bit mode.
+/// Flag of a kernel with a 64-bit entry.
 const XLF_KERNEL_64: u16 = 1;
-/// Where 64-bit mode enters a bzImage.
+/// Offset of the 64-bit entry of a bzImage.
 const ENTRY_64: u64 = 0x200;
-/// Kernels that say nothing take an initramfs below this.
+/// Highest address of an initramfs, unless the kernel gives another.
 const INITRAMFS_MAX: u64 = 0x37ff_ffff;
 const START_INFO_MAGIC: u32 = 0x336e_c578;
 const START_INFO_VERSION: u32 = 1;
@@ -40,12 +40,11 @@ const PAGE: u64 = 4096;
 /// A kernel in memory.
 struct Loaded {
     entry: Entry,
-    /// Nothing else may lie below.
+    /// First free address above the kernel.
     end: u64,
     header: setup_header,
 }
 
-/// Where the initramfs is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Initramfs {
     at: u64,
@@ -89,7 +88,7 @@ fn load_bzimage(ram: &GuestRam, kernel: &mut File) -> Result<Loaded, Error> {
         .setup_header
         .ok_or_else(|| Error::Kernel("it is neither a bzImage nor an ELF file of 64 bits".into()))?;
     if { header.xloadflags } & XLF_KERNEL_64 == 0 {
-        return Err(Error::Kernel("it has no 64-bit entry: a kernel for x86-64 is needed".into()));
+        return Err(Error::Kernel("it has no 64-bit entry: use a kernel for x86-64".into()));
     }
     let at = result.kernel_load.0;
     let unpacked = { header.pref_address }.saturating_add({ header.init_size }.into());
@@ -116,7 +115,7 @@ fn load_elf(ram: &GuestRam, kernel: &mut File) -> Result<Loaded, Error> {
     Ok(Loaded { entry, end: result.kernel_end, header })
 }
 
-/// The loader says "cannot read" also where RAM is too small.
+/// The loader also reports "cannot read" if RAM is too small.
 fn explain(ram: &GuestRam, size: u64, error: &linux_loader::loader::Error) -> Error {
     let needs = layout::HIGH_RAM.saturating_add(size);
     if layout::low_ram_end(ram.spans()) < needs {
@@ -134,7 +133,7 @@ fn memory(ram: &GuestRam, needs: u64) -> Error {
     Error::Memory { has_mib: ram.size() >> 20, needs_mib: needs.div_ceil(1 << 20) }
 }
 
-/// With the zero byte that ends it.
+/// Returns the command line with a final zero byte.
 fn check_command_line(text: &str, header: &setup_header) -> Result<Vec<u8>, Error> {
     let most = match header.cmdline_size {
         0 => layout::COMMAND_LINE_MAX,
@@ -161,7 +160,7 @@ fn load_initramfs(ram: &GuestRam, file: &mut File, loaded: &Loaded) -> Result<In
     Ok(Initramfs { at, len })
 }
 
-/// As high as RAM and kernel allow.
+/// The highest address that RAM and kernel allow.
 fn place_initramfs(ram_end: u64, len: u64, loaded: &Loaded) -> Option<u64> {
     let most = match loaded.header.initrd_addr_max {
         0 => INITRAMFS_MAX,

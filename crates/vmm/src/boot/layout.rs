@@ -11,7 +11,8 @@
 //!   4 GiB         the rest of RAM
 //! ```
 //!
-//! The window and the interrupt of a device follow from its number alone, so a frozen machine records neither.
+//! The window and the interrupt of a device follow from its number alone, so a frozen machine
+//! records neither.
 
 use keiki_hv::{HOLE, Span};
 

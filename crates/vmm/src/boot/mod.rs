@@ -1,4 +1,5 @@
-//! The first boot: puts a kernel and all it looks for into guest memory. After that a machine only freezes and thaws.
+//! The first boot: loads a kernel and everything it needs into guest memory. Afterwards a machine
+//! only freezes and thaws.
 //!
 //! | file | does |
 //! |---|---|
@@ -7,8 +8,8 @@
 //! | `acpi` | how the guest finds vCPUs and devices |
 //! | `start` | the first vCPU's registers; the others wait until they are called |
 //!
-//! Kernel and initramfs come from the node and may be a user's own: they are checked, and what is wrong with them is
-//! said in a sentence.
+//! Kernel and initramfs come from the node and may belong to a user. They are checked, and an error
+//! says what is wrong with them.
 
 mod acpi;
 mod kernel;
@@ -35,31 +36,25 @@ pub enum Error {
     #[error(
         "the machine has {has_mib} MiB of memory, its kernel and initramfs need {needs_mib} MiB to start"
     )]
-    Memory {
-        /// What there is.
-        has_mib: u64,
-        /// What would do.
-        needs_mib: u64,
-    },
+    Memory { has_mib: u64, needs_mib: u64 },
     #[error("the command line {0}")]
     CommandLine(String),
-    /// Something does not lie in RAM.
     #[error("guest memory cannot be written at {0:#x}")]
     Write(u64),
 }
 
 #[derive(Debug)]
 pub struct Spec<'a> {
-    /// bzImage, or ELF with an entry for PVH or 64 bits.
+    /// bzImage, or ELF with a PVH or 64-bit entry.
     pub kernel: &'a mut File,
     pub initramfs: Option<&'a mut File>,
     pub command_line: &'a str,
     pub vcpus: u8,
-    /// How many devices have a window, in the order of their places.
+    /// Number of MMIO devices.
     pub devices: usize,
 }
 
-/// Fills guest memory and says where the first vCPU begins.
+/// Fills guest memory and returns where the first vCPU starts.
 ///
 /// # Errors
 /// On error memory may hold a part of it.

@@ -1,11 +1,13 @@
-//! How the first vCPU starts: in 64-bit mode with memory mapped one to one (the Linux boot protocol), or in 32-bit mode
-//! without paging (PVH). The others wait in the kernel's hands until the guest sends them a start-up interrupt.
+//! The start of the first vCPU: in 64-bit mode with memory mapped one to one (the Linux boot
+//! protocol), or in 32-bit mode without paging (PVH). The others wait until the guest sends them a
+//! start-up interrupt.
 
 use super::{Error, layout, put};
 use keiki_hv::{GuestRam, Result as HvResult, Vcpu};
 use kvm_bindings::{kvm_lapic_state, kvm_regs, kvm_segment, kvm_sregs};
 
-/// Model-specific registers that firmware would have set: string instructions are fast, and all memory can be cached.
+/// Model-specific registers that firmware would set: fast string instructions, and all memory
+/// cacheable.
 const MSRS: [(u32, u64); 2] = [(0x1a0, 1), (0x2ff, 1 << 11 | 6)];
 
 const CR0_PE: u64 = 1;
@@ -16,28 +18,28 @@ const EFER_LMA: u64 = 1 << 10;
 const PAGE: u64 = 0x1000;
 const PRESENT_WRITABLE: u64 = 3;
 const LARGE: u64 = 1 << 7;
-/// Directories of 1 GiB each: what lies above 4 GiB is the kernel's to map.
+/// Page directories of 1 GiB each. The kernel maps the memory above 4 GiB.
 const DIRECTORIES: u64 = 4;
 /// Bit 1 of the flags is always set.
 const FLAGS: u64 = 2;
 const STACK: u64 = 0x8ff0;
 
-/// Selectors as the Linux boot protocol wants them.
+/// Selectors of the Linux boot protocol.
 const CODE: u16 = 0x10;
 const DATA: u16 = 0x18;
 const TASK: u16 = 0x20;
 
-/// Where and how the first vCPU starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
-    /// Linux, in 64-bit mode, boot parameters at [`layout::BOOT_PARAMS`].
+    /// 64-bit mode, boot parameters at [`layout::BOOT_PARAMS`].
     Linux64(u64),
-    /// PVH, in 32-bit mode, start information at [`layout::START_INFO`].
+    /// 32-bit mode, start information at [`layout::START_INFO`].
     Pvh(u64),
 }
 
 impl Entry {
-    /// Sets up a vCPU, each of a machine: what is said of memory must be the same on all, the rest is the first one's.
+    /// Sets up a vCPU. Memory types must be the same on all vCPUs; the rest is for the first one
+    /// only.
     pub fn apply(self, vcpu: &Vcpu) -> HvResult<()> {
         vcpu.set_msrs(&MSRS)?;
         let mut lapic = vcpu.lapic()?;
@@ -83,17 +85,17 @@ impl Entry {
     }
 }
 
-/// A guest of a platform without the old interrupt controllers (PICs) never sets them up, but KVM has them: the
-/// serial console's line would reach the processor through them too, with a number that means "overflow".
+/// A guest that sees no PICs never sets them up, but KVM has them. The line of the serial console
+/// would reach the processor through them too, with a vector that means "overflow".
 fn mask_old_interrupts(lapic: &mut kvm_lapic_state) {
     for (register, byte) in lapic.regs.iter_mut().skip(LVT0).zip(LVT_MASKED_EXTINT.to_le_bytes()) {
         *register = byte.cast_signed();
     }
 }
 
-/// Offset of the register for the line that the PICs are on.
+/// Offset of the register for the line of the PICs.
 const LVT0: usize = 0x350;
-/// Masked, of the PICs.
+/// Masked, external interrupt mode.
 const LVT_MASKED_EXTINT: u32 = 1 << 16 | 7 << 8;
 
 /// Descriptors of [`put_tables`].
@@ -106,7 +108,8 @@ const fn code_flags(long: bool) -> u16 {
     if long { 0xa09b } else { 0xc09b }
 }
 
-/// Writes page tables and segment descriptors. Those of 32-bit mode are never read: its segments are set directly.
+/// Writes page tables and segment descriptors. 32-bit mode never reads them: its segments are set
+/// directly.
 pub(super) fn put_tables(ram: &GuestRam) -> Result<(), Error> {
     let gdt = [0, 0, descriptor(code_flags(true)), descriptor(DATA_FLAGS), descriptor(TASK_FLAGS)];
     put_words(ram, layout::GDT, gdt)?;
@@ -168,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_old_interrupt_controllers_reach_nobody() {
+    fn the_old_interrupt_controllers_are_masked() {
         let mut lapic = kvm_lapic_state::default();
         mask_old_interrupts(&mut lapic);
         let bytes: Vec<u8> = lapic.regs[0x350..0x354].iter().map(|byte| byte.cast_unsigned()).collect();

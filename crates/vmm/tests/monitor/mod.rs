@@ -490,8 +490,9 @@ impl Monitor {
         self.ram_at(mib, 0)
     }
 
-    /// Where this byte of a memory file is in the RAM of a machine with so many MiB. Over nothing the kernel makes one mapping
-    /// of both parts, and what lies above the hole comes first. Over a file it makes many: each says what it shows.
+    /// Where this byte of a memory file is in the RAM of a machine with so many MiB. Over nothing
+    /// the kernel makes one mapping of both parts, and what lies above the hole comes first. Over a
+    /// file it makes many: each says what it shows.
     pub fn ram_at(&self, mib: u64, at: u64) -> u64 {
         const BELOW_HOLE: u64 = 3 << 30;
         let (size, low) = (mib << 20, (mib << 20).min(BELOW_HOLE));
