@@ -1,7 +1,7 @@
 //! The fuzz target of the control socket without a fuzzer: one seed for each message.
 //!
-//! The seeds are also what the messages are: a change that reads one of them otherwise needs
-//! another [`keiki_control::VERSION`], and new seeds (`KEIKI_WRITE_SEEDS=1`).
+//! The seeds also fix the format: a change to a message needs another [`keiki_control::VERSION`]
+//! and new seeds (`KEIKI_WRITE_SEEDS=1`).
 
 #[path = "../../../fuzz/bodies/control.rs"]
 mod control;

@@ -1,4 +1,4 @@
-//! Both ends of a control socket, and what does not belong on it.
+//! Both ends of a control socket, and messages that do not belong on it.
 
 use keiki_control::{
     Client, ControlError, Hello, Reply, Request, Role, Server, Stage, accept, listen, packet,
@@ -36,7 +36,7 @@ fn raw_pair() -> std::io::Result<(OwnedFd, Server)> {
     Ok((ours, Server::new(theirs).map_err(std::io::Error::other)?))
 }
 
-/// A descriptor to be sent, which tells whether every copy of it was closed.
+/// A descriptor to send, which tells whether every copy of it has been closed.
 struct Traced(std::io::PipeReader, std::io::PipeWriter);
 
 impl Traced {
@@ -53,7 +53,7 @@ impl Traced {
     fn closed_everywhere(self) -> bool {
         let Self(mut reader, writer) = self;
         drop(writer);
-        // With a writer left it would block.
+        // It would block while a writer is left.
         reader.read(&mut [0]).is_ok_and(|count| count == 0)
     }
 }
@@ -108,11 +108,11 @@ fn a_later_node_connects_to_the_same_path() -> Tested {
         assert_eq!(Client::connect(&path)?.call(&Request::Pause, &[], PATIENCE)?.reply, Reply::Done);
     }
     monitor.join().map_err(|_| "the monitor's side failed")??;
-    assert!(matches!(Client::connect(&path), Err(ControlError::Io(_))), "nobody listens any more");
+    assert!(matches!(Client::connect(&path), Err(ControlError::Io(_))), "the listener is gone");
     Ok(())
 }
 
-/// Both sides check: the client its own mistake, the server anybody's.
+/// Both sides check: the client its own requests, the server all of them.
 #[test]
 fn roles_that_are_missing_unknown_or_too_many_are_refused_by_name() -> Tested {
     let (mut client, _theirs) = Client::pair()?;
@@ -168,7 +168,7 @@ fn floods_are_refused_and_leave_nothing_open() -> Tested {
     assert!(error.contains("more than 65536 bytes"), "{error}");
     assert!(null.closed_everywhere());
     send_raw(&raw, &packet, &[])?;
-    assert!(matches!(server.receive()?, Some((Request::Hello, _))), "and the connection goes on");
+    assert!(matches!(server.receive()?, Some((Request::Hello, _))), "and the connection stays usable");
     Ok(())
 }
 
@@ -191,7 +191,7 @@ fn another_version_is_answered_with_a_sentence() -> Tested {
     Ok(())
 }
 
-/// A monitor is not to be believed either.
+/// A monitor is not trusted either.
 #[test]
 fn a_reply_with_descriptors_another_version_or_none_at_all_is_refused() -> Tested {
     let null = Traced::new()?;
@@ -210,7 +210,7 @@ fn a_reply_with_descriptors_another_version_or_none_at_all_is_refused() -> Teste
     Ok(())
 }
 
-/// What a client makes of these bytes as the answer.
+/// How a client takes these bytes as an answer.
 fn answered_with(
     bytes: &[u8],
     files: &[BorrowedFd<'_>],

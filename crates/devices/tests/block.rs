@@ -53,7 +53,7 @@ impl Store {
         Layer { format: Format::Qcow2, file: File::open(self.path(name)).unwrap() }
     }
 
-    /// What `qemu-img` reads from a chain, bottom first.
+    /// The contents of a chain, bottom first, as `qemu-img` reads them.
     fn contents(&self, chain: &[(&str, &str)]) -> Vec<u8> {
         let mut backing = String::new();
         for (name, format) in chain {
@@ -100,7 +100,7 @@ fn header(kind: u32, sector: u64) -> [u8; 16] {
     header
 }
 
-/// One request. Status, and what was read.
+/// Makes one request. Returns status and data.
 fn ask(driver: &mut Driver<Block>, kind: u32, sector: u64, sent: &[u8], read: usize) -> (u8, Vec<u8>) {
     let head = driver.data(&header(kind, sector));
     let status = driver.room(1);
@@ -147,7 +147,7 @@ fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
-/// What a freeze does.
+/// Switches the top, like a freeze.
 fn switch(disk: &mut Disk, top: File) -> Result<(), DiskError> {
     let top = disk.prepare_top(top)?;
     disk.switch_top(top)
@@ -246,7 +246,7 @@ fn a_guest_cannot_reach_what_is_not_there() {
         assert_eq!(ask(&mut driver, 13, 0, &bad, 0).0, IOERR);
     }
     assert_eq!(ask(&mut driver, 13, 0, &range(0, 1, 2), 0).0, UNSUPPORTED);
-    // A header cut short, no status byte, a gigantic piece, one outside of RAM: nothing is written.
+    // A truncated header, no status byte, a huge segment, one outside RAM: nothing is written.
     let short = driver.data(&[0; 15]);
     let status = driver.room(1);
     driver.request(0, &[short, into(status, 1)]);
@@ -256,7 +256,7 @@ fn a_guest_cannot_reach_what_is_not_there() {
     for (at, len) in [(0, u32::MAX), (28 << 20, 512), (u64::MAX - 100, 512), ((24 << 20) - 256, 512)] {
         assert_eq!(driver.request(0, &[head, into(at, len), into(status, 1)]), 0);
     }
-    assert_eq!(driver.get(support::STATUS), support::RUNNING, "and the device goes on");
+    assert_eq!(driver.get(support::STATUS), support::RUNNING, "and the device continues");
     assert_eq!(ask(&mut driver, 8, 0, &[], 20), (OK, b"disk0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0".to_vec()));
 }
 
@@ -286,7 +286,7 @@ fn a_freeze_gives_both_copies_a_top_of_their_own() {
     let disk = Disk::open(vec![store.raw("base", &pattern(1 << 20, 1))], Some(store.top("t0"))).unwrap();
     let mut parent = Driver::new(Block::new(disk, "disk0"));
     write(&mut parent, 8, &pattern(8192, 2));
-    // As the monitor does it.
+    // Like the monitor.
     parent.mmio.pause(soon()).unwrap();
     switch(parent.mmio.device_mut().disk_mut(), store.top("t1")).unwrap();
     let state = parent.mmio.save().unwrap();
@@ -299,7 +299,7 @@ fn a_freeze_gives_both_copies_a_top_of_their_own() {
     assert_eq!(read(&mut child, 8, 8192), pattern(8192, 2), "unflushed writes are there");
     write(&mut child, 9, &[1; 512]);
     assert_eq!(read(&mut child, 8, 8192)[512..1024], [1; 512]);
-    // The rings are the child's now; the parent's disk is looked at by itself.
+    // The child uses the rings now, so look at the disk of the parent directly.
     assert_eq!(whole(parent.mmio.device_mut().disk_mut(), 4096, 8192), pattern(8192, 2));
     parent.mmio.device_mut().disk_mut().flush().unwrap();
     child.mmio.device_mut().disk_mut().flush().unwrap();
@@ -341,7 +341,7 @@ fn a_failed_switch_changes_nothing() {
     assert!(matches!(switch(disk, other.top("small")), Err(DiskError::Layer { .. })));
     let junk = store.raw("junk", &[0; 200]).file;
     assert!(matches!(switch(disk, junk), Err(DiskError::Layer { .. })));
-    // Right header, then nothing.
+    // A valid header and nothing else.
     let cut = store.top("cut");
     cut.set_len(110).unwrap();
     assert_eq!(switch(disk, cut).unwrap_err().to_string(), "disk layer 2 is truncated");
@@ -360,7 +360,7 @@ fn only_layers_of_ours_are_opened() {
     assert!(matches!(refused(twice, None), DiskError::Layer { index: 1, .. }));
     let large = vec![store.raw("large", &vec![0; 9 << 20])];
     assert!(matches!(refused(large, Some(store.top("t"))), DiskError::Layer { index: 0, .. }));
-    // One that names another file of the host.
+    // A layer that names another file of the host.
     let victim = store.path("victim");
     std::fs::write(&victim, b"secret").unwrap();
     let bad = store.path("bad");
@@ -410,7 +410,7 @@ fn discarded_and_zeroed_ranges_read_as_zeroes_over_a_base() {
     assert!(bytes[..cluster].iter().all(|&byte| byte == 0x66));
     assert!(bytes[cluster..9 * cluster].iter().all(|&byte| byte == 0));
     assert!(bytes[10 * cluster..].iter().all(|&byte| byte == 0x66));
-    // Zeroes are exact, over what was written and over the base.
+    // Zeroes are exact, over written data and over the base.
     for (sector, flags) in [(10 * per + 3, 0), (64 * per + 5, 1)] {
         assert_eq!(ask(&mut driver, 13, 0, &range(sector.into(), 2 * per, flags), 0).0, OK);
         let around = read(&mut driver, u64::from(sector) - 1, (2 * CLUSTER + 1024) as usize);
@@ -455,7 +455,7 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
     for (nth, bytes) in &written {
         assert_eq!(read(&mut driver, nth * cluster, 4096), *bytes);
     }
-    // Other programs see that, too.
+    // Other programs see it too.
     let mut contents = vec![0; MIB as usize];
     top.read_exact_at(&mut contents, 0).unwrap();
     std::fs::write(store.path("full"), contents).unwrap();
@@ -464,7 +464,7 @@ fn a_full_store_costs_requests_and_not_what_was_written() {
         let at = (nth * CLUSTER) as usize;
         assert_eq!(seen[at..at + 4096], bytes[..]);
     }
-    // What is written over needs no room; what is given back makes some.
+    // Overwriting needs no space, and discarding frees some.
     write(&mut driver, written[0].0 * cluster, &[9; 4096]);
     assert_eq!(
         ask(&mut driver, 11, written[1].0 * cluster, &range(written[1].0 * cluster, cluster as u32, 0), 0).0,
@@ -496,8 +496,8 @@ fn a_long_chain_is_read_and_one_too_long_refused() {
             .all(|(nth, sector)| sector.iter().all(|&byte| byte == nth.max(1) as u8))
     );
     assert!(matches!(switch(&mut disk, next(1000)), Err(DiskError::Count(count)) if count == MAX_LAYERS + 1));
-    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it goes on");
-    // What was written to earlier tops is synced once.
+    assert_eq!(whole(&disk, 0, 512), [1; 512], "and it continues");
+    // Earlier tops are synced once.
     disk.flush().unwrap();
 }
 
@@ -506,7 +506,7 @@ fn a_driver_without_flush_is_written_through() {
     let store = Store::new(8 * MIB);
     let disk = Disk::open(vec![store.raw("base", &[])], Some(store.top("top"))).unwrap();
     let mut driver = Driver::new(Block::new(disk, "disk0"));
-    // The library keeps new reference counts to itself until it is flushed.
+    // The library keeps new reference counts in memory until a flush.
     write(&mut driver, 8, &[1; 512]);
     let path = store.path("top");
     let checks =
@@ -542,7 +542,7 @@ fn the_configuration_is_where_the_specification_has_it() {
     assert_eq!(driver.get(support::CONFIG + 60), 0);
 }
 
-/// What a disk holds, without a guest.
+/// Reads a disk without a guest.
 fn whole(disk: &Disk, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     disk.read(&[vm_memory::VolatileSlice::from(&mut bytes[..])], offset).unwrap();
@@ -554,7 +554,7 @@ fn put(disk: &mut Disk, offset: u64, bytes: &[u8]) {
     disk.write(&[vm_memory::VolatileSlice::from(&mut bytes[..])], offset).unwrap();
 }
 
-/// Runs this test binary again as a writer that is killed in the middle: see below.
+/// Runs this test binary again as a writer and kills it: see below.
 const WRITER: &str = "KEIKI_TEST_WRITER";
 
 #[test]
@@ -582,7 +582,7 @@ fn what_was_flushed_survives_a_writer_that_is_killed() {
         let flushed = std::fs::read(store.path("flushed")).unwrap();
         let last = flushed.chunks_exact(8).count() as u64;
         let contents = store.contents(&[("base", "raw"), ("top", "qcow2")]);
-        // Our own reader sees the same as QEMU.
+        // Our reader sees the same as QEMU.
         let disk = Disk::open(
             vec![
                 Layer { format: Format::Raw, file: File::open(store.path("base")).unwrap() },
@@ -594,7 +594,7 @@ fn what_was_flushed_survives_a_writer_that_is_killed() {
         assert!(whole(&disk, 0, 64 << 20) == contents);
         for step in 0..last {
             let (offset, bytes) = step_of(step);
-            // A later step may have written there too; none does within the first 1000.
+            // A later step may have written there too, but none within the first 1000.
             assert!(
                 contents[offset as usize..offset as usize + bytes.len()] == bytes[..],
                 "step {step} of {last}"
@@ -617,8 +617,8 @@ fn write_forever(dir: &Path) -> ! {
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
     let before = threads();
     for step in 0..1000 {
-        // A monitor that forks has no threads but its own. The parent of this test waits in vain
-        // otherwise.
+        // A monitor that forks has only its own threads. Otherwise the parent of this test waits in
+        // vain.
         assert_eq!(threads(), before);
         let (offset, bytes) = step_of(step);
         put(&mut disk, offset, &bytes);
@@ -716,6 +716,6 @@ fn a_state_of_another_disk_is_refused() {
     assert_eq!(field(driver.thawed(Block::new(disk(&smaller), "disk0"), &state)), "bytes");
     let sized = store.raw("sized", &vec![0; 8 << 20]);
     let read_only = Disk::open(vec![sized], None).unwrap();
-    // What it offers is less already.
+    // It offers fewer features already.
     assert_eq!(field(driver.thawed(Block::new(read_only, "disk0"), &state)), "driver_features");
 }

@@ -114,9 +114,9 @@ fn events(heard: &[(u16, u16, String)]) -> Vec<(u16, u16)> {
 }
 
 #[test]
-fn bytes_go_both_ways_while_somebody_is_connected() {
+fn bytes_go_both_ways_over_a_connection() {
     let mut guest = Guest::new();
-    guest.send(b"to nobody");
+    guest.send(b"to no one");
     assert!(guest.driver.used(TX).is_some(), "and is gone");
     let at = guest.give_room(64);
     let mut host = guest.connect();
@@ -133,7 +133,7 @@ fn bytes_go_both_ways_while_somebody_is_connected() {
     guest.give_room(64);
     guest.driver.run();
     assert_eq!(events(&guest.heard()), [(6, 0)], "it hears of the end");
-    // The next one is taken, and the one after has to wait.
+    // The next connection is accepted, and the one after it waits.
     let mut next = guest.connect();
     assert_eq!(events(&guest.heard()), [(6, 1)]);
     let mut third = guest.connect();
@@ -154,7 +154,7 @@ fn bytes_go_both_ways_while_somebody_is_connected() {
 }
 
 #[test]
-fn nothing_is_sent_before_somebody_listens() {
+fn nothing_is_sent_before_the_guest_listens() {
     let mut guest = Guest::new();
     guest.tell(6, 0);
     let at = guest.give_room(16);
@@ -240,7 +240,7 @@ fn a_host_that_goes_while_the_guest_is_stuck_is_noticed() {
     while guest.driver.used(TX).is_some() {
         done += 1;
     }
-    assert_eq!(done, 20, "what nobody reads is dropped");
+    assert_eq!(done, 20, "unread output is dropped");
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn a_copy_has_a_closed_port_that_opens_for_its_own_host() {
     let mut got = [0; 16];
     assert_eq!(other.read(&mut got).unwrap(), 4);
     assert_eq!(&got[..4], b"mine");
-    // Whoever had the port open in the guest may not have noticed that it was closed.
+    // A program that had the port open in the guest may not have noticed that it was closed.
     other.write_all(b"yours").unwrap();
     let at = copy.give_room(16);
     assert_eq!(copy.driver.used(RX).map(|used| used.1), Some(5));
@@ -291,7 +291,7 @@ fn a_guest_that_asks_and_never_listens_makes_nothing_grow() {
         drop(guest.connect());
     }
     assert!(guest.heard().len() <= 8, "as many as it gave buffers for");
-    // Buffers too small for a message are given back empty.
+    // Buffers that are too small for a message come back empty.
     let at = guest.driver.room(4);
     guest.tell(0, 1);
     guest.driver.add(CONTROL_RX, &[into(at, 4)]);

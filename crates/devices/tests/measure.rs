@@ -1,4 +1,4 @@
-//! What the disk format costs against a plain file. By hand, optimised:
+//! The cost of the disk format against a plain file. Run by hand, optimised:
 //! `cargo test --release -p keiki-devices --test measure -- --ignored --nocapture`
 
 use keiki_devices::disk::{Disk, Format, Layer};
@@ -14,7 +14,7 @@ const BYTES: u64 = 512 << 20;
 const SMALL: usize = 4096;
 const COUNT: u64 = 20_000;
 
-/// Where the n-th small access goes.
+/// Offset of the n-th small access.
 fn place(nth: u64) -> u64 {
     nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (BYTES / SMALL as u64) * SMALL as u64
 }
@@ -96,7 +96,7 @@ fn a_chain_against_a_plain_file() {
     });
 }
 
-/// What a thaw pays for its devices.
+/// The cost of the devices of a thaw.
 #[test]
 #[ignore = "a measurement"]
 fn making_devices() {

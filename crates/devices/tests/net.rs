@@ -1,4 +1,4 @@
-//! The network card on a real tap, in a network namespace of the test's own. Needs root.
+//! The network card on a real tap, in a network namespace of the test. Needs root.
 
 mod support;
 
@@ -22,7 +22,7 @@ const TX: usize = 1;
 const HEADER: usize = 12;
 const MRG_RXBUF: u64 = 1 << 15;
 
-/// Removes the namespace, also where a test fails.
+/// Removes the namespace, even if a test fails.
 struct Namespace(String);
 
 impl Drop for Namespace {
@@ -72,8 +72,7 @@ fn fold(mut sum: u32) -> u16 {
     sum as u16
 }
 
-/// A header, a frame and what is in it; the checksum of the payload's protocol is left to the other
-/// side.
+/// A header and a frame. The checksum of its payload is left to the other side.
 fn frame(protocol: u8, transport: &[u8], checksum_at: u16, gso: (u8, u16)) -> Vec<u8> {
     let mut ip = vec![0x45, 0];
     ip.extend((20 + transport.len() as u16).to_be_bytes());
@@ -109,7 +108,7 @@ fn udp(port: u16, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A device that stands in the namespace, without frames of the kernel's own that are on their way.
+/// A device in the namespace, with no frames of the kernel under way.
 fn guest(tap: File, features: Option<u64>) -> Driver<Net> {
     let mut driver = Driver::new(Net::new(Some(tap.into()), MAC).unwrap());
     if let Some(features) = features {
@@ -129,7 +128,7 @@ fn give(driver: &mut Driver<Net>, count: usize, len: u32) -> Vec<(u16, u64)> {
     buffers
 }
 
-/// Takes frames until one satisfies `wanted`. The number of buffers it took, and its bytes with the
+/// Takes frames until one satisfies `wanted`. Returns its number of buffers, and its bytes with the
 /// header.
 fn receive(
     driver: &mut Driver<Net>,
@@ -169,7 +168,7 @@ fn datagrams_go_both_ways() {
         let mut driver = guest(tap, None);
         assert_eq!(driver.get(support::CONFIG).to_le_bytes(), MAC[..4]);
         let sent = driver.data(&frame(17, &udp(5000, b"from the guest"), 6, (0, 0)));
-        // The header by itself, as some drivers do.
+        // The header in its own segment, as some drivers send it.
         driver.request(TX, &[out(sent.at, 12), out(sent.at + 12, sent.len - 12)]);
         let mut got = [0; 100];
         let (count, from) = socket.recv_from(&mut got).unwrap();
@@ -194,14 +193,14 @@ fn a_frame_spans_buffers_and_waits_for_room() {
         driver.notify(RX as u32);
         driver.run();
         assert!(!driver.is_ready(Duration::from_millis(2)), "with no room the event loop does not spin");
-        // Not enough for it.
+        // Too few buffers for it.
         let mut buffers = give(&mut driver, 2, 300);
         driver.run();
         buffers.extend(give(&mut driver, 60, 300));
         let (parts, bytes) = receive(&mut driver, &buffers, is_udp);
         assert_eq!(parts, (HEADER + 42 + 1400_usize).div_ceil(300));
         assert!(bytes.ends_with(&payload));
-        // A driver that cannot merge loses what does not fit, and gets the next.
+        // A driver that cannot merge buffers loses a frame that does not fit, and gets the next.
         let features = driver.offered() & !MRG_RXBUF;
         driver.negotiate(features);
         let buffers = give(&mut driver, 64, 300);
@@ -220,8 +219,8 @@ fn segmentation_is_left_to_the_other_side() {
         let mut driver = guest(tap, None);
         let buffers = give(&mut driver, 200, 2048);
         driver.run();
-        // 60,000 bytes for a port where nobody listens: the kernel takes it as one and answers with
-        // a reset.
+        // 60,000 bytes for a closed port: the kernel takes them as one segment and answers with a
+        // reset.
         let mut tcp = 4000_u16.to_be_bytes().to_vec();
         tcp.extend(9_u16.to_be_bytes());
         tcp.extend([0, 0, 0, 1, 0, 0, 0, 1, 0x50, 0x10, 0xff, 0xff, 0, 0, 0, 0]);
@@ -264,7 +263,7 @@ fn a_copy_stands_on_a_tap_of_its_own() {
         let buffers = give(&mut driver, 32, 2048);
         driver.run();
         let state = driver.frozen();
-        // The same slot for the copy, once the original has left it.
+        // The copy uses the same slot once the original has left it.
         let other = driver.thawed(Net::new(None, [0; 6]).unwrap(), &state);
         assert!(matches!(other.err(), Some(StateError::Field { field: "mac", .. })));
         let no_cable = driver.thawed(Net::new(None, MAC).unwrap(), &state);
@@ -286,7 +285,7 @@ fn a_copy_stands_on_a_tap_of_its_own() {
             }
         };
         for line in ["address add 10.99.0.1/24 dev tap0", "link set tap0 up"] {
-            // The device went with its descriptor.
+            // The device is gone with its descriptor.
             assert!(Command::new("ip").args(line.split(' ')).status().unwrap().success());
         }
         let mac = MAC.map(|byte| format!("{byte:02x}")).join(":");

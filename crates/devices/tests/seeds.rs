@@ -13,22 +13,21 @@ fn hostile_drivers() {
     run("device", device::run, 2000);
 }
 
-/// Otherwise they would say nothing about what happens behind a queue.
+/// Otherwise they would not reach the code behind a queue.
 #[test]
 fn seeds_reach_the_devices() {
     let used: Vec<u64> = seeds("device").iter().map(|seed| device::used(seed)).collect();
-    // Two of them break the ring before anything is used.
+    // Two of them break the ring before any chain is used.
     assert!(used.iter().filter(|&&used| used == 0).count() <= 2, "{used:?}");
     assert!(used.iter().sum::<u64>() >= 2 * used.len() as u64, "{used:?}");
 }
 
 #[test]
-fn states_that_nobody_saved() {
+fn arbitrary_states() {
     run("state", state::run, 600);
 }
 
-/// States of version 1, as the first release saved them: each is still taken by the device that it
-/// is of.
+/// States of version 1, as the first release saved them. Their devices still accept them.
 #[test]
 fn states_of_the_first_version_are_taken() {
     for seed in seeds("state") {
@@ -39,6 +38,6 @@ fn states_of_the_first_version_are_taken() {
 }
 
 #[test]
-fn layers_that_nobody_wrote() {
+fn arbitrary_layers() {
     run("layer", layer::run, 500);
 }

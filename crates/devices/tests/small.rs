@@ -29,7 +29,7 @@ fn entropy_is_capped_per_request_and_in_time() {
     assert_ne!(driver.bytes(at, 32), first);
     assert_eq!(driver.request(0, &[into(at, 1 << 20)]) as usize, MAX_REQUEST);
     assert_eq!(driver.request(0, &[out(at, 64)]), 0, "nothing to write to");
-    // Everything a guest asks for comes, but not at once.
+    // A guest gets everything it asks for, but not at once.
     let begun = Instant::now();
     let mut got = 0;
     for _ in 0..3 * PER_TICK / MAX_REQUEST {
@@ -91,12 +91,12 @@ fn memory_that_is_reported_or_given_up_is_discarded_if_it_is_there() {
     );
     let list = driver.data(&pages(&[2048]));
     driver.request(1, &[list]);
-    assert!(taken().is_empty(), "what is taken back is there already");
-    // More numbers than any driver sends.
+    assert!(taken().is_empty(), "pages taken back are there already");
+    // More page numbers than any driver sends.
     let list = driver.data(&pages(&vec![3000; 5000]));
     driver.request(0, &[list]);
     assert_eq!(taken().len(), 1024);
-    // Without the feature reports mean nothing.
+    // Without the feature, reports have no effect.
     driver.negotiate(support::VERSION_1);
     driver.request(2, &[into(8 * mib, 4096)]);
     assert!(taken().is_empty());
@@ -163,7 +163,7 @@ fn what_a_kernel_prints_is_in_the_log() {
     let line = Arc::new(Line::default());
     let mut copy = Serial::new(log, Arc::clone(&line) as Arc<dyn Interrupt>);
     copy.resume().unwrap();
-    assert_eq!(line.0.load(std::sync::atomic::Ordering::SeqCst), 0, "nobody enabled it");
+    assert_eq!(line.0.load(std::sync::atomic::Ordering::SeqCst), 0, "the guest has not enabled it");
     copy.restore(&state).unwrap();
     copy.resume().unwrap();
     assert_eq!(
@@ -182,7 +182,7 @@ fn what_a_kernel_prints_is_in_the_log() {
 fn a_flood_fills_neither_disk_nor_memory() {
     let (file, log) = console();
     let mut serial = Serial::new(log, Arc::new(Line::default()));
-    // Loop mode: it reads what it writes, and never does.
+    // Loop mode: the guest writes what it could read, and never reads it.
     serial.write(4, &[0x10]);
     (0..10_000).for_each(|_| serial.write(0, b"x"));
     assert!(serial.save().unwrap().data.len() < 200);

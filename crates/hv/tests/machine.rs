@@ -1,4 +1,4 @@
-//! Machines that run, stop, and are copied: the findings of the design, on a guest of a few bytes.
+//! Machines that run, stop and are copied: the findings of the design, on a guest of a few bytes.
 
 mod tiny;
 
@@ -13,14 +13,14 @@ use vm_memory::{Bytes, GuestAddress};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Runs one vCPU until `exits` more accesses were served.
+/// Runs one vCPU until it has served `exits` more accesses.
 fn serve(vcpu: &mut keiki_hv::Vcpu, log: &Log, exits: usize) {
     for _ in 0..exits {
         while vcpu.run(log) != Exit::Served {}
     }
 }
 
-/// What an undisturbed guest does: the first accesses of many.
+/// The first accesses of an undisturbed guest.
 fn reference(kvm: &keiki_hv::Kvm, exits: usize) -> Vec<(u8, u32)> {
     let ram = ram(4);
     let log = Log::default();
@@ -44,7 +44,7 @@ fn the_guest_does_what_it_is_meant_to() {
     assert_eq!(accesses[10], (0x10, 2));
 }
 
-/// Finding 1, at every exit there is: a copy goes on with the next access, whichever was the last.
+/// Finding 1, at every kind of exit: a copy continues with the next access, whichever was the last.
 #[test]
 fn a_copy_replays_nothing() {
     let Some(kvm) = kvm() else { return };
@@ -73,7 +73,7 @@ fn a_copy_replays_nothing() {
     }
 }
 
-/// What the test above would show without [`keiki_hv::Vcpu::settle`]: it can fail.
+/// The test above can fail: it does without [`keiki_hv::Vcpu::complete_exit`].
 #[test]
 fn unsettled_state_would_replay() {
     let Some(kvm) = kvm() else { return };
@@ -119,12 +119,13 @@ fn parent_and_copy_do_not_see_each_other() {
     serve(&mut vcpus[0], &log, 20);
     ram.memory().write_obj(9_u32, GuestAddress(8 << 20)).unwrap();
     assert_eq!(read_u32(&ram, COUNT), 25);
-    // A second copy of the same instant, made later: its memory is that of the parent now, as fork
-    // gives it; so a freeze forks at once, and thaws fork from the copy.
+    // A second copy made later has the memory that the parent has by then. That is why a freeze
+    // forks at once and thaws fork from the copy.
     assert_eq!(copy(1, 8).map(|(_, seen)| seen), Some(9));
 }
 
-/// A copy that kept KVM's pages, or any descriptor, would keep the parent's whole virtual machine.
+/// A copy that kept pages of KVM, or any descriptor, would keep the whole virtual machine of its
+/// parent.
 #[test]
 fn a_copy_holds_nothing_of_the_parents_machine() {
     let Some(kvm) = kvm() else { return };
@@ -170,10 +171,10 @@ fn vcpus_are_parked_again_and_again() {
         if round % 50 == 0 {
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!((read_u32(&ram, COUNT), log.len()), (last, accesses), "parked, and it goes on");
+        assert_eq!((read_u32(&ram, COUNT), log.len()), (last, accesses), "parked, and it continues");
     }
     assert_eq!(cpus.ended(), None);
-    // And with threads: a copy goes on from where both stood.
+    // The same with threads: a copy continues from where both stood.
     let states = cpus.save().unwrap();
     let state = postcard::to_stdvec(&(vm.save().unwrap(), states)).unwrap();
     let child = in_child(&[kvm.as_fd()], || {
@@ -198,7 +199,7 @@ fn vcpus_are_parked_again_and_again() {
 fn a_guest_that_ends_says_so() {
     let Some(kvm) = kvm() else { return };
     let ram = ram(4);
-    // No interrupt table, and an instruction that does not exist: triple fault.
+    // No interrupt table and an invalid instruction: a triple fault.
     let (_vm, vcpus, _) = machine(&kvm, &ram, &[0x0f, 0x0b], 1);
     vcpus[0]
         .set_sregs(&{
@@ -218,7 +219,7 @@ fn a_guest_that_ends_says_so() {
     cpus.park(SECOND).unwrap();
 }
 
-/// For the guest no time passes while it is frozen.
+/// No time passes for a guest while it is frozen.
 #[test]
 fn clocks_go_on_from_where_they_stood() {
     let Some(kvm) = kvm() else { return };
@@ -275,7 +276,7 @@ fn a_state_of_something_else_is_refused() {
     assert!(refused(&|s| s.version = 9).contains("machine has version 9"));
     assert!(refused(&|s| s.ioapic.chip_id = 0).contains("I/O APIC says that it is interrupt controller 0"));
     assert!(refused(&|s| s.pic_master.chip_id = 77).contains("first PIC"));
-    // What is right is taken still.
+    // A valid state is still accepted.
     vcpus[0].restore(&vcpus[0].save().unwrap()).unwrap();
     vm.restore(&vm.save().unwrap()).unwrap();
 }

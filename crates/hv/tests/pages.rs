@@ -1,5 +1,5 @@
-//! Findings 6 and 7, counted, not timed: what a fork copies, what the parent pays afterwards, and
-//! who gets huge pages.
+//! Findings 6 and 7, counted, not timed: what a fork copies, what it costs the parent afterwards,
+//! and which memory gets huge pages.
 
 #![allow(unsafe_code)]
 
@@ -20,10 +20,10 @@ use vm_memory::{Bytes, GuestAddress};
 
 const MIB: u64 = 32;
 const PAGES: u64 = MIB << 8;
-/// A page in KiB, and what is told in these.
+/// The size of a page in KiB.
 const PAGE: u64 = 4;
 
-/// One at a time: a fork of one test has a copy of the memory of the others.
+/// The tests run one at a time: a fork of one copies the memory of the others.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn my_turn() -> MutexGuard<'static, ()> {
@@ -42,7 +42,7 @@ fn write(ram: &GuestRam, pages: impl Iterator<Item = u64>) {
     }
 }
 
-/// A sum of the kernel's about the mappings of this RAM, in KiB.
+/// A value of smaps in KiB, summed over the mappings of this RAM.
 fn kib(ram: &GuestRam, field: &str) -> u64 {
     let (from, to) = (ram.spans()[0].host, ram.spans()[0].host + ram.spans()[0].len);
     let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
@@ -60,7 +60,7 @@ fn kib(ram: &GuestRam, field: &str) -> u64 {
     sum
 }
 
-/// KiB of this process's page tables.
+/// KiB of page tables of this process.
 fn tables() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmPTE:")).unwrap();
@@ -72,7 +72,7 @@ fn faults() -> u64 {
     stat.rsplit_once(')').unwrap().1.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// One number out of a copy.
+/// Returns one number from a copy.
 fn asked_in_copy(what: impl FnOnce() -> u64) -> u64 {
     let answer = in_child(&[], || what().to_le_bytes().to_vec());
     u64::from_le_bytes(answer.expect("the copy failed").try_into().unwrap())
@@ -87,7 +87,7 @@ fn has_huge_pages() -> bool {
     has
 }
 
-/// Finding 6: a copy has tables for all that was touched, and for nothing else.
+/// Finding 6: a copy has page tables for touched memory only.
 #[test]
 fn a_fork_copies_the_tables_of_what_was_touched() {
     let _turn = my_turn();
@@ -102,8 +102,7 @@ fn a_fork_copies_the_tables_of_what_was_touched() {
         "{touched} KiB of tables, {untouched} KiB before, {wanted} wanted"
     );
     assert!(touched < untouched + 3 * wanted, "{touched} KiB of tables, {untouched} KiB before");
-    // A mapping of a file that was only read costs a copy nothing (finding 8 is the other side of
-    // that).
+    // A file mapping that was only read costs a copy nothing (the other side of finding 8).
     let read = GuestRam::over(&file()).unwrap();
     for page in 0..PAGES {
         read.memory().read_obj::<u8>(GuestAddress(page * 4096)).unwrap();
@@ -126,12 +125,11 @@ fn a_fork_copies_huge_pages_whole() {
     assert_eq!(asked_in_copy(|| kib(&huge, "AnonHugePages")), have, "the copy has others");
     let small = GuestRam::anonymous(MIB << 20, HugePages::No).unwrap();
     write(&small, 0..PAGES);
-    // Its mapping may lie beside another one with huge pages, and is told apart by its advice.
+    // Its mapping may lie beside another one with huge pages. The advice distinguishes them.
     assert_eq!(asked_in_copy(|| kib(&small, "AnonHugePages")), 0);
 }
 
-/// Finding 6: after a fork the parent pays for each page that it writes again, once, as long as the
-/// copy is there.
+/// Finding 6: after a fork the parent pays once for each page that it writes while the copy exists.
 #[test]
 fn each_page_that_is_written_after_a_fork_is_copied_once() {
     let _turn = my_turn();
@@ -156,7 +154,7 @@ fn each_page_that_is_written_after_a_fork_is_copied_once() {
         assert!((PAGES / 2..PAGES / 2 + 100).contains(&first), "{first} faults for {} pages", PAGES / 2);
         let half = PAGES / 2 * PAGE;
         assert!(is_about(shared, half) && is_about(own, half), "{shared} KiB are shared, {own} private");
-        // With the copy gone all of it is the parent's again, and nothing is copied any more.
+        // Without the copy all memory belongs to the parent again, and nothing is copied.
         let (shared, own) = (kib(&ram, "Shared_Dirty"), kib(&ram, "Private_Dirty"));
         assert!(is_about(own, 2 * half) && is_about(shared, 0), "{shared} KiB are shared, {own} private");
     }
@@ -167,7 +165,7 @@ fn is_about(kib: u64, wanted: u64) -> bool {
     (wanted..wanted + 100 * PAGE).contains(&kib)
 }
 
-/// A copy that ends when the other end of the pipe does.
+/// A copy that ends when the pipe closes.
 fn begin_waiting(mut hold: std::io::PipeReader) -> rustix::process::Pid {
     match fork(&[hold.as_fd()]).unwrap() {
         Side::Child => {
@@ -178,9 +176,8 @@ fn begin_waiting(mut hold: std::io::PipeReader) -> rustix::process::Pid {
     }
 }
 
-/// Finding 7: what is written to a private mapping of a file has small pages, whatever is asked
-/// for. So the pages of a machine that was thawed from a stored one are small where the file has
-/// data (RFD 009).
+/// Finding 7: pages written to a private file mapping are small, whatever the advice. So a machine
+/// thawed from files has small pages where the file has data (RFD 009).
 #[test]
 fn over_data_of_a_file_there_are_no_huge_pages() {
     let _turn = my_turn();
@@ -200,8 +197,8 @@ fn over_data_of_a_file_there_are_no_huge_pages() {
     assert!(kib(&anonymous, "AnonHugePages") > 0, "no huge pages here: this test shows nothing");
 }
 
-/// What a stored machine left free has huge pages in one that was thawed from it, as what it gave
-/// back since has, and a fork copies them whole.
+/// Memory that a stored machine left free, and memory that the guest gave back later, has huge
+/// pages in a thawed machine, and a fork copies them whole.
 #[test]
 fn holes_of_a_file_are_filled_with_huge_pages() {
     let _turn = my_turn();

@@ -1,4 +1,4 @@
-//! What is written out of RAM, against what RAM holds: for every backing, after forks and discards.
+//! Memory files against the contents of RAM: for every backing, after forks and discards.
 
 #![allow(unsafe_code)]
 
@@ -18,7 +18,7 @@ fn base() -> File {
     filled(tempfile::tempfile().unwrap())
 }
 
-/// What a memory file may lie on: nothing, a disk, memory.
+/// The backing of a memory file: nothing, a disk, memory.
 #[derive(Debug, Clone, Copy)]
 enum Backing {
     Nothing,
@@ -85,7 +85,7 @@ fn written(ram: &GuestRam, over: Option<&File>) -> (Vec<u8>, keiki_hv::Written) 
     (read(&file), written)
 }
 
-/// Something that happens to memory.
+/// A change of memory.
 #[derive(Debug, Clone)]
 enum Change {
     Fill(u64, u8),
@@ -140,7 +140,7 @@ proptest! {
         let wanted = content(&ram);
         let (file, _) = written(&ram, over);
         assert!(file == wanted, "the file differs from memory");
-        // A copy that writes more, and its own copy: the same, and the parent does not notice.
+        // The same for a copy that writes more, and for its own copy. The parent does not notice.
         let kept: Vec<_> = over.map(File::as_fd).into_iter().collect();
         let child = in_child(&kept, || {
             later.iter().for_each(|change| apply(&ram, change));
@@ -207,7 +207,7 @@ fn a_page_map_of_another_process_is_refused() {
     }
 }
 
-/// Finding 8: what was populated is there in a copy too, without a fault for each page.
+/// Finding 8: populated pages are present in a copy too, without a fault for each.
 #[test]
 fn populated_pages_are_populated_in_a_copy() {
     let base = base();
@@ -233,7 +233,7 @@ fn populated_pages_are_populated_in_a_copy() {
     assert!(with * 4 < without, "{with} faults with, {without} without");
 }
 
-/// Pages that were swapped out are private still. Needs root, and a moment's swap file.
+/// Swapped-out pages are still private. Needs root and a temporary swap file.
 #[test]
 fn swapped_pages_are_found() {
     if std::env::var_os("KEIKI_TEST_ALL").is_none() || !rustix::process::geteuid().is_root() {
@@ -280,7 +280,7 @@ fn swapped_pages_are_found() {
     drop(off);
 }
 
-/// Switches swap off again, whatever happens.
+/// Switches swap off again in any case.
 struct SwapOff<'a>(&'a dyn Fn(&str) -> bool);
 
 impl Drop for SwapOff<'_> {

@@ -1,5 +1,4 @@
-//! Finding 11: everything that a vCPU has comes through a save and a restore, and in another order
-//! it would not.
+//! Finding 11: all state of a vCPU survives a save and a restore, but only in this order.
 
 mod in_use;
 mod tiny;
@@ -26,11 +25,11 @@ fn all_of_a_vcpu_comes_through() {
     let first = ram(4);
     let (_vm, vcpus, _) = machine(&kvm, &first, COUNTER, 1);
     let wanted = in_use(&vcpus[0]);
-    // Something is asked for: a new vCPU has none of it.
+    // The test is not empty: a new vCPU has none of this state.
     let new = vcpus[0].save().unwrap();
     assert!(new.xsave.region != wanted.xsave.region && new.debug.db != wanted.debug.db);
     assert_ne!(msr(&new, TSC_DEADLINE), Some(LATER));
-    // Into another machine; out of that, through bytes, into a third.
+    // Into a second machine, and through bytes into a third.
     let second = ram(4);
     let (vm, vcpus, model) = machine(&kvm, &second, COUNTER, 1);
     vcpus[0].restore(&wanted).unwrap();
@@ -43,14 +42,14 @@ fn all_of_a_vcpu_comes_through() {
     let third = vcpus[0].save().unwrap();
     compare(&third, &wanted);
     assert_eq!(registers(&third), registers(&wanted));
-    // The counter goes on, and neither from its beginning nor from much later.
+    // The counter continues, neither from zero nor from much later.
     let counter = |state: &VcpuState| msr(state, TSC).unwrap();
     let passed = counter(&third).wrapping_sub(counter(&saved));
     let second = u64::from(third.tsc_khz.max(1_000_000)) * 1000;
     assert!(passed < 20 * second, "{} then {}", counter(&saved), counter(&third));
 }
 
-/// What the order is for: a deadline that comes before the APIC whose timer it is for is lost.
+/// Why the order matters: a deadline that is restored before its APIC is lost.
 #[test]
 fn a_deadline_before_its_timer_is_lost() {
     let Some(kvm) = kvm() else { return };

@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, fs::File, io::Write, ops::Range};
 
 const PAGES: usize = 300;
 
-/// A mapping of our own, unmapped at the end.
+/// A mapping that is unmapped at the end.
 struct Mapping {
     at: *mut u8,
     len: usize,
@@ -62,7 +62,7 @@ fn pages(mapping: &Mapping, ranges: &[Range<u64>]) -> BTreeSet<usize> {
     ranges.iter().flat_map(|range| page(range.start)..page(range.end)).collect()
 }
 
-/// Joined and in order, as documented.
+/// Whether the ranges are joined and in order, as documented.
 fn tidy(ranges: &[Range<u64>]) -> bool {
     ranges.iter().all(|range| range.start < range.end)
         && ranges.windows(2).all(|pair| matches!(pair, [a, b] if a.end < b.start))
@@ -107,7 +107,7 @@ fn with_child(mapping: &Mapping, writes: &BTreeSet<usize>, look: impl FnOnce(u32
     }
 }
 
-/// What was only read, which may come with its neighbours.
+/// Pages that were only read. Their neighbours may be mapped too.
 #[test]
 fn what_was_read_of_a_file_is_found() {
     let own = File::open("/proc/self/pagemap").expect("our own");
@@ -125,13 +125,13 @@ fn what_was_read_of_a_file_is_found() {
     mapping.write(5, 2);
     assert_eq!(mapping.read(250), 1);
     let found = of_file(&mapping);
-    // How many neighbours come along is the kernel's to say.
+    // The kernel decides how many neighbours it maps.
     assert!(found.contains(&250) && !found.contains(&5), "{found:?}");
     let private = private_pages(&own, mapping.range()).expect("our own");
     assert_eq!(pages(&mapping, &private), BTreeSet::from([5]));
 }
 
-/// The kernel returns ranges by the hundred, and its word for where it stopped is not always right.
+/// The kernel returns ranges by the hundred, and does not always report correctly where it stopped.
 #[test]
 fn many_ranges_are_each_found_once() {
     for ranges in [511, 512, 513, 768, 1024, 4095, 4096, 4097, 9000] {
@@ -168,7 +168,8 @@ proptest! {
         let scanned = private_pages(&pagemap, mapping.range())?;
         assert!(tidy(&scanned));
         prop_assert_eq!(&pages(&mapping, &scanned), &writes);
-        // The old way cannot tell the zero page: read pages of anonymous memory come with it.
+        // The old way does not recognise the zero page, so it also reports read pages of anonymous
+        // memory.
         let read = private_pages_by_entry(&pagemap, mapping.range())?;
         assert!(tidy(&read));
         let mut allowed = writes.clone();
@@ -176,7 +177,7 @@ proptest! {
             allowed.extend(&reads);
         }
         prop_assert_eq!(&pages(&mapping, &read), &allowed);
-        // A forked child has its parent's private pages and those it writes itself.
+        // A forked child has the private pages of its parent and those that it writes.
         let mut of_child = writes.clone();
         of_child.extend(&later);
         let mut seen = (BTreeSet::new(), Vec::new());

@@ -15,7 +15,7 @@ use keiki_hv::{
     GuestRam, HugePages, Kvm,
     fork::{Side, exit, fork},
 };
-use monitor::{COUNT, Monitor, PATIENCE, Place, Stored, borrow, place, thaw_request};
+use monitor::{COUNT, Monitor, PATIENCE, Stored, TestHost, borrow, host, thaw_request};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -81,8 +81,8 @@ enum Over {
 }
 
 /// A machine that writes so many MiB over and over. One that was stored stood still until then.
-fn writing(place: &Place, mib: u32, dirty: u32, over: Over) -> Monitor {
-    let mut machine = place.try_boot(&dirtier(dirty), 1, mib).unwrap();
+fn writing(host: &TestHost, mib: u32, dirty: u32, over: Over) -> Monitor {
+    let mut machine = host.try_boot(&dirtier(dirty), 1, mib).unwrap();
     machine.remember_ram(mib.into());
     if over == Over::Nothing {
         return machine;
@@ -99,28 +99,28 @@ fn writing(place: &Place, mib: u32, dirty: u32, over: Over) -> Monitor {
             machine.mem().write_all_at(&zeroes, start + (at << 20)).unwrap();
         }
     }
-    let (mut zygote, _) = place.freeze(&mut machine);
+    let (mut zygote, _) = host.freeze(&mut machine);
     machine.kill();
-    let (stored, _) = place.persist(&mut zygote, None);
+    let (stored, _) = host.persist(&mut zygote, None);
     zygote.close();
     let shape = Shape { vcpus: 1, memory_mib: mib };
-    let mut loaded = place.load(&Stored { shape, ..stored });
-    let mut machine = place.thaw(&mut loaded);
+    let mut loaded = host.load(&Stored { shape, ..stored });
+    let mut machine = host.thaw(&mut loaded);
     loaded.kill();
     machine.remember_ram(mib.into());
     machine
 }
 
 /// Each zygote ends at once, or, if it is `kept`, when everything was written once more.
-fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: Over, kept: bool) {
+fn pauses(host: &TestHost, report: &mut Report, name: &str, size: [u32; 2], over: Over, kept: bool) {
     let [mib, dirty] = size;
     let samples = if mib > 1024 { 20 } else { 40 };
-    let mut machine = writing(place, mib, dirty, over);
-    let bottom = place.dir.path().join("bottom.raw");
+    let mut machine = writing(host, mib, dirty, over);
+    let bottom = host.dir.path().join("bottom.raw");
     let (mut pause, mut steps) = (Vec::new(), std::collections::BTreeMap::<String, Vec<f64>>::new());
     round(&machine);
     for _ in 0..samples {
-        let (zygote, frozen) = place.freeze(&mut machine);
+        let (zygote, frozen) = host.freeze(&mut machine);
         pause.push(frozen.vcpu_pause_ns as f64 / 1e6);
         for step in frozen.steps {
             steps.entry(step.name).or_default().push(step.ns as f64 / 1e6);
@@ -130,7 +130,7 @@ fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: 
         }
         zygote.kill();
         round(&machine);
-        place.flatten(&mut machine, &bottom);
+        host.flatten(&mut machine, &bottom);
     }
     let over = match over {
         Over::Nothing => "nothing",
@@ -145,21 +145,21 @@ fn pauses(place: &Place, report: &mut Report, name: &str, size: [u32; 2], over: 
 }
 
 /// Beside a copy that is only kept, and beside the same that is written down.
-fn beside_persist(place: &Place, report: &mut Report) {
-    let mut machine = writing(place, 256, 64, Over::Nothing);
-    let bottom = place.dir.path().join("bottom.raw");
+fn beside_persist(host: &TestHost, report: &mut Report) {
+    let mut machine = writing(host, 256, 64, Over::Nothing);
+    let bottom = host.dir.path().join("bottom.raw");
     let mut both: [Vec<f64>; 2] = Default::default();
     for _ in 0..20 {
         for (persists, pauses) in both.iter_mut().enumerate() {
             round(&machine);
-            let (mut kept, _) = place.freeze(&mut machine);
+            let (mut kept, _) = host.freeze(&mut machine);
             round(&machine);
-            let stored = place.to_store(&kept, 256);
+            let stored = host.to_store(&kept, 256);
             if persists == 1 {
                 let own = kept.pid();
-                place.begin_persist(&mut kept, &stored, own);
+                host.begin_persist(&mut kept, &stored, own);
             }
-            let (zygote, frozen) = place.freeze(&mut machine);
+            let (zygote, frozen) = host.freeze(&mut machine);
             pauses.push(frozen.vcpu_pause_ns as f64 / 1e6);
             if persists == 1 {
                 let written = kept.client.answer(PATIENCE).unwrap().reply;
@@ -170,7 +170,7 @@ fn beside_persist(place: &Place, report: &mut Report) {
                 [&stored.memory, &stored.state].into_iter().for_each(|file| fs::remove_file(file).unwrap());
             }
             [kept, zygote].iter().for_each(Monitor::kill);
-            place.flatten(&mut machine, &bottom);
+            host.flatten(&mut machine, &bottom);
         }
     }
     for (beside, pauses) in ["copy", "persist"].into_iter().zip(both) {
@@ -178,10 +178,10 @@ fn beside_persist(place: &Place, report: &mut Report) {
     }
 }
 
-fn tax(place: &Place, report: &mut Report) {
-    let mut machine = place.try_boot(&dirtier(64), 1, 256).unwrap();
+fn tax(host: &TestHost, report: &mut Report) {
+    let mut machine = host.try_boot(&dirtier(64), 1, 256).unwrap();
     machine.remember_ram(256);
-    let bottom = place.dir.path().join("bottom.raw");
+    let bottom = host.dir.path().join("bottom.raw");
     let next = |machine: &Monitor| {
         let (started, before) = (Instant::now(), machine.peek_at(COUNT));
         while machine.peek_at(COUNT) == before {
@@ -198,13 +198,13 @@ fn tax(place: &Place, report: &mut Report) {
         round(&machine);
         next(&machine);
         steady.push(ms(next(&machine)));
-        let (zygote, _) = place.freeze(&mut machine);
+        let (zygote, _) = host.freeze(&mut machine);
         let before = faults(&machine);
         next(&machine);
         after.push(ms(next(&machine)));
         taken.push(faults(&machine) - before);
         zygote.kill();
-        place.flatten(&mut machine, &bottom);
+        host.flatten(&mut machine, &bottom);
     }
     let params = json!({"memory_mib": 256, "dirty_mib": 64});
     report.add("post_fork_tax_steady", "ms", params.clone(), steady);
@@ -212,14 +212,14 @@ fn tax(place: &Place, report: &mut Report) {
     report.add("post_fork_faults", "n", params, taken);
 }
 
-fn first_exit(place: &Place, report: &mut Report) {
-    let mut machine = place.try_boot(TALKER, 1, 256).unwrap();
-    let bottom = place.dir.path().join("bottom.raw");
+fn first_exit(host: &TestHost, report: &mut Report) {
+    let mut machine = host.try_boot(TALKER, 1, 256).unwrap();
+    let bottom = host.dir.path().join("bottom.raw");
     let (mut whole, mut steps) = (Vec::new(), std::collections::BTreeMap::<String, Vec<f64>>::new());
     for _ in 0..30 {
         let started = Instant::now();
-        let (mut zygote, _) = place.freeze(&mut machine);
-        let (copy, thawed) = place.try_thaw(&mut zygote).unwrap();
+        let (mut zygote, _) = host.freeze(&mut machine);
+        let (copy, thawed) = host.try_thaw(&mut zygote).unwrap();
         while copy.console().is_empty() {}
         whole.push(ms(started.elapsed()));
         for step in thawed.steps {
@@ -227,7 +227,7 @@ fn first_exit(place: &Place, report: &mut Report) {
         }
         copy.kill();
         zygote.kill();
-        place.flatten(&mut machine, &bottom);
+        host.flatten(&mut machine, &bottom);
     }
     report.add("fork_first_exit", "ms", json!({"memory_mib": 256}), whole);
     for (step, samples) in steps {
@@ -240,13 +240,13 @@ const IDLE: &[u8] = &[0xff, 0x05, 0x00, 0x20, 0x00, 0x00, 0xf4, 0xeb, 0xf7];
 
 /// Eight copies of one zygote at once, until each runs. Their guest is idle: eight that are not
 /// would measure the scheduler.
-fn eight(place: &Place, report: &mut Report) {
-    let mut machine = place.try_boot(IDLE, 1, 256).unwrap();
-    let (mut zygote, _) = place.freeze(&mut machine);
+fn eight(host: &TestHost, report: &mut Report) {
+    let mut machine = host.try_boot(IDLE, 1, 256).unwrap();
+    let (mut zygote, _) = host.freeze(&mut machine);
     machine.kill();
     let mut samples = Vec::new();
     for _ in 0..15 {
-        let prepared: Vec<_> = (0..8).map(|_| place.copy_files(&zygote)).collect();
+        let prepared: Vec<_> = (0..8).map(|_| host.copy_files(&zygote)).collect();
         let started = Instant::now();
         for (_, fds) in &prepared {
             zygote.client.ask(&thaw_request(), &borrow(fds)).unwrap();
@@ -260,15 +260,15 @@ fn eight(place: &Place, report: &mut Report) {
     report.add("thaw8", "ms", json!({"memory_mib": 256}), samples);
 }
 
-fn private(place: &Place, report: &mut Report) {
-    let mut machine = place.try_boot(&dirtier(64), 1, 256).unwrap();
+fn private(host: &TestHost, report: &mut Report) {
+    let mut machine = host.try_boot(&dirtier(64), 1, 256).unwrap();
     machine.remember_ram(256);
     round(&machine);
     assert_eq!(machine.call(&Request::Pause), Reply::Done);
-    let (mut zygote, _) = place.freeze(&mut machine);
+    let (mut zygote, _) = host.freeze(&mut machine);
     let mut samples = Vec::new();
     for _ in 0..8 {
-        let mut copy = place.thaw(&mut zygote);
+        let mut copy = host.thaw(&mut zygote);
         assert_eq!(copy.call(&Request::Pause), Reply::Done);
         let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", copy.pid())).unwrap();
         let field = |name: &str| {
@@ -323,37 +323,37 @@ fn main() {
     // Cargo says `--bench`; names may follow to run some.
     let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let is_wanted = |name: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == name);
-    let Some(place) = place() else { return };
+    let Some(host) = host() else { return };
     let mut report = Report(Vec::new());
     const OVER: [(Over, bool); 4] =
         [(Over::Nothing, false), (Over::Holes, false), (Over::Holes, true), (Over::Data, false)];
     if is_wanted("fork_pause") {
         for (over, kept) in OVER {
-            pauses(&place, &mut report, "fork_pause", [256, 64], over, kept);
+            pauses(&host, &mut report, "fork_pause", [256, 64], over, kept);
         }
     }
     if is_wanted("fork_pause_beside") {
-        beside_persist(&place, &mut report);
+        beside_persist(&host, &mut report);
     }
     if is_wanted("fork_first_exit") {
-        first_exit(&place, &mut report);
+        first_exit(&host, &mut report);
     }
     if is_wanted("thaw8") {
-        eight(&place, &mut report);
+        eight(&host, &mut report);
     }
     if is_wanted("fork_pause_4g") {
         for (over, kept) in OVER {
-            pauses(&place, &mut report, "fork_pause_4g", [4096, 512], over, kept);
+            pauses(&host, &mut report, "fork_pause_4g", [4096, 512], over, kept);
         }
     }
     if is_wanted("child_private_mib") {
-        private(&place, &mut report);
+        private(&host, &mut report);
     }
     if is_wanted("post_fork_tax") {
-        tax(&place, &mut report);
+        tax(&host, &mut report);
     }
     if is_wanted("working_set") {
-        working_set::measure(&place, &mut report);
+        working_set::measure(&host, &mut report);
     }
     for huge in [HugePages::No, HugePages::Advise] {
         for gib in [1, 4, 8].into_iter().filter(|gib| is_wanted(&format!("fork_pause_{gib}g_full"))) {

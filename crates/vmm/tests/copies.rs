@@ -1,10 +1,10 @@
-//! Copies beside each other: what a zygote does at once, and what a freeze must not copy.
+//! Concurrent copies: what a zygote does at the same time, and what a freeze must not copy.
 
 mod monitor;
 
 use keiki_control::{Client, ControlError, Reply, Request, Role};
 use keiki_sys::process::Process;
-use monitor::{COUNT, Monitor, PATIENCE, Place, SILENT, Stored, borrow, place, thaw_request, until};
+use monitor::{COUNT, Monitor, PATIENCE, SILENT, Stored, TestHost, borrow, host, thaw_request, until};
 use std::{
     fs::File,
     os::fd::OwnedFd,
@@ -20,25 +20,25 @@ fn read_write(path: &std::path::Path) -> OwnedFd {
     File::options().read(true).write(true).create(true).truncate(false).open(path).unwrap().into()
 }
 
-/// A zygote of a machine of which much would have to be written.
-fn large(place: &Place) -> (Monitor, Monitor) {
-    let mut machine = place.try_boot(SILENT, 1, 512).unwrap();
+/// A zygote with much memory to write.
+fn large(host: &TestHost) -> (Monitor, Monitor) {
+    let mut machine = host.try_boot(SILENT, 1, 512).unwrap();
     machine.remember_ram(MIB);
     let page = vec![0x5a; 1 << 20];
     for at in DIRTY.step_by(1 << 20) {
         machine.mem().write_all_at(&page, machine.ram.unwrap() + at).unwrap();
     }
-    let (mut zygote, _) = place.freeze(&mut machine);
+    let (mut zygote, _) = host.freeze(&mut machine);
     zygote.ram = machine.ram;
     (machine, zygote)
 }
 
-/// What is written is of the zygote's instant, and it makes machines meanwhile.
+/// The files are of the instant of the zygote, which makes machines meanwhile.
 #[test]
 fn a_zygote_that_is_written_down_makes_machines() {
-    let Some(place) = place() else { return };
-    let (_machine, mut zygote) = large(&place);
-    let stored = place.to_store(&zygote, 512);
+    let Some(host) = host() else { return };
+    let (_machine, mut zygote) = large(&host);
+    let stored = host.to_store(&zygote, 512);
     let (mut writer, theirs) = Client::pair().unwrap();
     let fds = [
         (Role::Memory, read_write(&stored.memory)),
@@ -49,12 +49,12 @@ fn a_zygote_that_is_written_down_makes_machines() {
     let answer = zygote.client.call(&Request::Persist, &borrow(&fds), PATIENCE).unwrap();
     drop(fds);
     assert_eq!((answer.reply, answer.pid), (Reply::Done, zygote.pid()));
-    // The copy that writes is held where it is: whoever waits for it waits for ever.
+    // The copy that writes is stopped, so its caller waits for ever.
     let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", zygote.pid())).unwrap();
     let held = rustix::process::Pid::from_raw(children.trim().parse().unwrap()).unwrap();
     rustix::process::kill_process(held, rustix::process::Signal::STOP).unwrap();
-    let copy = place.thaw(&mut zygote);
-    // It may have said that it has begun.
+    let copy = host.thaw(&mut zygote);
+    // It may have reported that it has begun.
     let early = writer.answer(Duration::from_millis(1));
     let has_begun = matches!(&early, Ok(answer) if answer.reply == Reply::Done);
     let early = if has_begun { writer.answer(Duration::from_millis(1)) } else { early };
@@ -68,22 +68,22 @@ fn a_zygote_that_is_written_down_makes_machines() {
     assert_ne!(answer.pid, zygote.pid(), "the zygote wrote by itself");
     assert!(persisted.pages >= (DIRTY.end - DIRTY.start) / 4096, "{persisted:?}");
     copy.kill();
-    let loaded = place.load(&Stored { digest: persisted.digest, ..stored });
+    let loaded = host.load(&Stored { digest: persisted.digest, ..stored });
     let mut byte = [0];
     loaded.mem().read_exact_at(&mut byte, loaded.ram_start_of(MIB) + DIRTY.start).unwrap();
     assert_eq!(byte, [0x5a]);
 }
 
-/// Each answers where it was told to, and complains where it was told to.
+/// Each copy answers and reports errors where it was told to.
 #[test]
 fn machines_are_made_at_once_each_with_its_own_connection() {
-    let Some(place) = place() else { return };
-    let (_machine, mut zygote) = large(&place);
+    let Some(host) = host() else { return };
+    let (_machine, mut zygote) = large(&host);
     let mut begun = Vec::new();
     for _ in 0..4 {
         let (client, theirs) = Client::pair().unwrap();
         let (ours, stderr) = std::io::pipe().unwrap();
-        let (files, mut fds) = place.copy_files(&zygote);
+        let (files, mut fds) = host.copy_files(&zygote);
         fds.extend([(Role::Control, theirs), (Role::Stderr, stderr.into())]);
         let reply = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE).unwrap().reply;
         assert_eq!(reply, Reply::Done);
@@ -98,7 +98,7 @@ fn machines_are_made_at_once_each_with_its_own_connection() {
         let pipe = |path: String| std::fs::read_link(path).unwrap();
         let here = std::os::fd::AsRawFd::as_raw_fd(&ours);
         assert_eq!(pipe(format!("/proc/{}/fd/2", thawed.pid)), pipe(format!("/proc/self/fd/{here}")));
-        place.adopt(thawed.pid, files).kill();
+        host.adopt(thawed.pid, files).kill();
     }
     assert_eq!(pids.len(), 4);
 }
@@ -118,16 +118,16 @@ const END_WHEN_TOLD: &[u8] = &[
 ];
 
 /// A machine whose guest ends when it is told to.
-fn ending(place: &Place) -> Monitor {
-    let mut machine = place.boot(END_WHEN_TOLD);
+fn ending(host: &TestHost) -> Monitor {
+    let mut machine = host.boot(END_WHEN_TOLD);
     machine.remember_ram(16);
     machine
 }
 
-/// Asks for a freeze. What its zygote would be reached by, and its machine's next top.
-fn begin_freeze(place: &Place, machine: &mut Monitor) -> (Client, std::path::PathBuf) {
-    let top = place.path("top");
-    std::fs::copy(place.dir.path().join("empty.qcow2"), &top).unwrap();
+/// Requests a freeze. Returns the connection to its zygote, and the next top of its machine.
+fn begin_freeze(host: &TestHost, machine: &mut Monitor) -> (Client, std::path::PathBuf) {
+    let top = host.path("top");
+    std::fs::copy(host.dir.path().join("empty.qcow2"), &top).unwrap();
     let (client, theirs) = Client::pair().unwrap();
     let fds = [(Role::Control, theirs), (Role::Top, read_write(&top))];
     machine.client.ask(&Request::Freeze, &borrow(&fds)).unwrap();
@@ -140,11 +140,11 @@ fn is_told_to_end(machine: &Monitor) {
 
 const REFUSED: &str = "its guest has just ended";
 
-/// A main thread, traced: it goes from system call to system call.
+/// A traced main thread, which runs from system call to system call.
 struct Traced(rustix::process::Pid);
 
 impl Traced {
-    /// Takes hold of it wherever it is.
+    /// Stops it wherever it is.
     fn of(monitor: &Monitor) -> Self {
         let traced = Self(rustix::process::Pid::from_raw(monitor.pid() as i32).unwrap());
         traced.ask(libc::PTRACE_SEIZE, 0, libc::PTRACE_O_TRACESYSGOOD as usize);
@@ -188,14 +188,14 @@ impl Drop for Traced {
     }
 }
 
-/// The end comes when the event loop has looked for it, and before the vCPUs are parked: there is
-/// no copy.
+/// The guest ends after the event loop has checked for it, and before the vCPUs are parked: there
+/// is no copy.
 #[test]
 fn a_machine_that_ends_while_it_is_frozen_is_not_copied() {
-    let Some(place) = place() else { return };
-    let mut machine = ending(&place);
+    let Some(host) = host() else { return };
+    let mut machine = ending(&host);
     let traced = Traced::of(&machine);
-    let (client, _top) = begin_freeze(&place, &mut machine);
+    let (client, _top) = begin_freeze(&host, &mut machine);
     traced.runs_until(libc::SYS_recvmsg);
     is_told_to_end(&machine);
     until("the guest has ended", || machine.peek_at(COUNT) == 1);
@@ -208,14 +208,14 @@ fn a_machine_that_ends_while_it_is_frozen_is_not_copied() {
     assert!(matches!(nobody, ControlError::Closed), "a zygote: {nobody:?}");
 }
 
-/// The end comes at any moment of a freeze: a copy of the machine ends too, or there is none.
+/// The guest ends at any moment of a freeze: a copy of the machine ends too, or there is none.
 #[test]
 fn no_copy_is_of_a_machine_that_has_ended() {
-    let Some(place) = place() else { return };
+    let Some(host) = host() else { return };
     let (mut copied, mut refused, mut gone) = (0, 0, 0);
     for round in 0..80 {
-        let mut machine = ending(&place);
-        let (client, top) = begin_freeze(&place, &mut machine);
+        let mut machine = ending(&host);
+        let (client, top) = begin_freeze(&host, &mut machine);
         let asked = Instant::now();
         while asked.elapsed() < Duration::from_micros(10 * (round % 40)) {}
         is_told_to_end(&machine);
@@ -226,7 +226,7 @@ fn no_copy_is_of_a_machine_that_has_ended() {
                 let mut files = machine.files.clone();
                 files.as_mut().unwrap().layers.push(top);
                 let mut zygote = Monitor { process, client, files, ram: machine.ram };
-                let (_files, fds) = place.copy_files(&zygote);
+                let (_files, fds) = host.copy_files(&zygote);
                 let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE).unwrap();
                 let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
                 // One that is of before has not been told; others may be gone.
@@ -240,7 +240,7 @@ fn no_copy_is_of_a_machine_that_has_ended() {
                 assert_eq!(sentence, REFUSED);
                 refused += 1;
             }
-            // The end was seen first.
+            // The end was noticed first.
             Err(ControlError::Closed) => gone += 1,
             other => panic!("{other:?}"),
         }

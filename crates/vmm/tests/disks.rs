@@ -1,13 +1,13 @@
-//! Machines with several disks: found by the guest, written and read through their queues, frozen
-//! together.
+//! Machines with several disks, which the guest finds, writes and reads through their queues, and
+//! which freeze together.
 
 mod monitor;
 
 use keiki_control::{ControlError, Reply, Request, Role};
-use monitor::{DISK, Monitor, Place, borrow, place, until};
+use monitor::{DISK, Monitor, TestHost, borrow, host, until};
 use std::{fs::File, os::unix::fs::FileExt, path::PathBuf};
 
-/// Does what it is told by memory: at ORDER 1 to write a register, 2 to read one; then the address,
+/// Follows commands in memory: ORDER is 1 to write a register and 2 to read one, then the address,
 /// then the value.
 #[rustfmt::skip]
 const PUPPET: &[u8] = &[
@@ -35,7 +35,7 @@ const fn further(number: u64) -> u64 {
     ROOT + (5 + number) * 0x1000
 }
 
-/// Where this driver has its rings and its data, a part for each disk.
+/// The rings and the data of this driver, a part for each disk.
 fn area(window: u64) -> u64 {
     0x40_0000 + (window - ROOT) * 16
 }
@@ -43,7 +43,7 @@ fn area(window: u64) -> u64 {
 const DATA: u64 = 0x4000;
 const READ_ONLY: u32 = 1 << 5;
 
-/// A driver of virtio-blk that is as simple as can be: one request at a time.
+/// The simplest virtio-blk driver: one request at a time.
 struct Driver<'a>(&'a Monitor);
 
 impl Driver<'_> {
@@ -97,7 +97,7 @@ impl Driver<'_> {
         assert_eq!(self.get(window + 0x70), 15, "the device does not run");
     }
 
-    /// One sector. The status.
+    /// Transfers one sector. Returns the status.
     fn request(&self, window: u64, write: bool, sector: u32) -> u8 {
         let (memory, base) = (self.0, area(window));
         let (header, data, status) = (base + 0x3000, base + DATA, base + 0x3100);
@@ -135,9 +135,9 @@ impl Driver<'_> {
     }
 }
 
-/// A raw file that says at each sector whose it is.
-fn bottom(place: &Place, whose: u32) -> PathBuf {
-    let path = place.path("disk");
+/// A raw file with its mark in each sector.
+fn bottom(host: &TestHost, whose: u32) -> PathBuf {
+    let path = host.path("disk");
     let file = File::create(&path).unwrap();
     file.set_len(DISK).unwrap();
     file.write_all_at(&whose.to_le_bytes(), 7 * 512).unwrap();
@@ -148,9 +148,9 @@ const DATA_DISK: u64 = further(0);
 const SOURCE: u64 = further(1);
 const SECOND: u64 = further(2);
 
-fn boot(place: &mut Place) -> Monitor {
-    place.disks = vec![(bottom(place, 1), false), (bottom(place, 2), true), (bottom(place, 3), false)];
-    let machine = place.boot(PUPPET);
+fn boot(host: &mut TestHost) -> Monitor {
+    host.disks = vec![(bottom(host, 1), false), (bottom(host, 2), true), (bottom(host, 3), false)];
+    let machine = host.boot(PUPPET);
     let driver = Driver(&machine);
     for (window, read_only) in [(ROOT, false), (DATA_DISK, false), (SOURCE, true), (SECOND, false)] {
         let (bytes, features) = driver.look(window);
@@ -162,8 +162,8 @@ fn boot(place: &mut Place) -> Monitor {
 
 #[test]
 fn every_disk_is_one_of_its_own() {
-    let Some(mut place) = place() else { return };
-    let machine = boot(&mut place);
+    let Some(mut host) = host() else { return };
+    let machine = boot(&mut host);
     let driver = Driver(&machine);
     assert_eq!([DATA_DISK, SOURCE, SECOND].map(|window| driver.read(window, 7)), [1, 2, 3]);
     for (window, value) in [(ROOT, 10), (DATA_DISK, 11), (SECOND, 13)] {
@@ -172,15 +172,15 @@ fn every_disk_is_one_of_its_own() {
     assert_eq!(driver.write(SOURCE, 9, 12), 1, "a disk that is only read was written");
     let all = [ROOT, DATA_DISK, SOURCE, SECOND];
     assert_eq!(all.map(|window| driver.read(window, 9)), [10, 11, 0, 13]);
-    // Nothing is behind them: ones, as on a bus.
+    // No device follows them: ones, as on a bus.
     assert_eq!(driver.get(further(3)), u32::MAX);
 }
 
-/// All disks are of one instant, and each copy's own from then on.
+/// All disks are of one instant, and each copy has its own from then on.
 #[test]
 fn disks_are_frozen_together() {
-    let Some(mut place) = place() else { return };
-    let mut machine = boot(&mut place);
+    let Some(mut host) = host() else { return };
+    let mut machine = boot(&mut host);
     let disks = [ROOT, DATA_DISK, SECOND];
     let write = |machine: &Monitor, value: u32| {
         for (window, nth) in disks.iter().zip(0..) {
@@ -189,37 +189,37 @@ fn disks_are_frozen_together() {
     };
     let read = |machine: &Monitor| disks.map(|window| Driver(machine).read(window, 9));
     write(&machine, 10);
-    let (mut zygote, _) = place.freeze(&mut machine);
+    let (mut zygote, _) = host.freeze(&mut machine);
     write(&machine, 20);
-    let (a, mut b) = (place.thaw(&mut zygote), place.thaw(&mut zygote));
+    let (a, mut b) = (host.thaw(&mut zygote), host.thaw(&mut zygote));
     assert_eq!((read(&a), read(&b)), ([10, 11, 12], [10, 11, 12]));
     write(&a, 30);
     write(&b, 40);
     assert_eq!([read(&machine), read(&a), read(&b)], [[20, 21, 22], [30, 31, 32], [40, 41, 42]]);
     assert_eq!(Driver(&a).read(SOURCE, 7), 2);
     // Through files, and once more through a freeze.
-    let (mut zygote, _) = place.freeze(&mut b);
+    let (mut zygote, _) = host.freeze(&mut b);
     b.kill();
-    let (stored, _) = place.persist(&mut zygote, None);
-    let mut loaded = place.load(&stored);
+    let (stored, _) = host.persist(&mut zygote, None);
+    let mut loaded = host.load(&stored);
     loaded.files.as_mut().unwrap().disks = zygote.files.as_ref().unwrap().disks.clone();
-    let again = place.thaw(&mut loaded);
+    let again = host.thaw(&mut loaded);
     assert_eq!((read(&again), Driver(&again).read(SOURCE, 7)), ([40, 41, 42], 2));
-    // A machine that has other disks than its state says does not begin.
-    place.disks.pop();
-    let error = place.try_thaw(&mut loaded).err().expect("it was taken").to_string();
+    // A machine with other disks than its state says does not start.
+    host.disks.pop();
+    let error = host.try_thaw(&mut loaded).err().expect("it was taken").to_string();
     assert_eq!(error, "Thaw needs a descriptor for a layer of further disk 2, and has none");
 }
 
 #[test]
 fn a_chain_of_a_further_disk_is_shortened_alone() {
-    let Some(mut place) = place() else { return };
-    let mut machine = boot(&mut place);
-    let (zygote, _) = place.freeze(&mut machine);
+    let Some(mut host) = host() else { return };
+    let mut machine = boot(&mut host);
+    let (zygote, _) = host.freeze(&mut machine);
     zygote.close();
-    // In another cluster than the mark of the bottom.
+    // In a different cluster than the mark of the bottom.
     assert_eq!(Driver(&machine).write(DATA_DISK, 1000, 5), 0);
-    let flat = bottom(&place, 77);
+    let flat = bottom(&host, 77);
     let fds = [(Role::DiskLayer(0), File::open(&flat).unwrap().into())];
     let reply = machine.client.call(&Request::Layers, &borrow(&fds), monitor::PATIENCE).unwrap().reply;
     assert_eq!(reply, Reply::Done);
@@ -237,12 +237,12 @@ fn a_chain_of_a_further_disk_is_shortened_alone() {
 
 #[test]
 fn more_disks_than_there_is_room_for_are_refused() {
-    let Some(mut place) = place() else { return };
-    place.disks = vec![(bottom(&place, 1), true); 8];
-    let machine = place.boot(PUPPET);
+    let Some(mut host) = host() else { return };
+    host.disks = vec![(bottom(&host, 1), true); 8];
+    let machine = host.boot(PUPPET);
     assert_eq!(Driver(&machine).look(further(7)), (DISK, Driver(&machine).look(further(0)).1));
-    place.disks.push((bottom(&place, 1), true));
-    let error = place.try_boot(PUPPET, 1, 16).err().expect("it was taken").to_string();
+    host.disks.push((bottom(&host, 1), true));
+    let error = host.try_boot(PUPPET, 1, 16).err().expect("it was taken").to_string();
     assert_eq!(error, "Boot takes at most 0 descriptors for a layer of further disk 8, and has 1");
     let disks = vec![keiki_control::Disk { read_only: true }; 9];
     let devices = keiki_control::Devices { mac: [2; 6], agent_port: "x".into(), disks };

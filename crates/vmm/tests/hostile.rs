@@ -1,9 +1,9 @@
-//! Guests that do not behave, requests that cannot be met: the monitor goes on, or says why not.
+//! Misbehaving guests and impossible requests: the monitor continues, or says why it cannot.
 
 mod monitor;
 
 use keiki_control::{Reply, Request};
-use monitor::{COUNT, Monitor, SILENT, place, until};
+use monitor::{COUNT, Monitor, SILENT, host, until};
 use std::fs;
 
 /// Writes to, and reads from, many addresses of the first device windows and what lies behind them;
@@ -51,105 +51,105 @@ fn hello(machine: &mut Monitor) {
 }
 
 #[test]
-fn a_guest_that_touches_everything_hurts_nobody() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(EVERYWHERE);
+fn a_guest_that_touches_everything_does_no_harm() {
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(EVERYWHERE);
     until("a round", || machine.peek(COUNT) > 1);
     hello(&mut machine);
-    // Whatever state its devices are in now, a copy has it too.
-    let (mut zygote, _) = place.freeze(&mut machine);
-    place.thaw(&mut zygote).counts();
+    // A copy has the same device state, whatever it is now.
+    let (mut zygote, _) = host.freeze(&mut machine);
+    host.thaw(&mut zygote).counts();
     machine.counts();
     machine.kill();
 }
 
 #[test]
-fn a_flood_on_the_console_stops_nobody() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(FLOOD);
+fn a_flood_on_the_console_stops_nothing() {
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(FLOOD);
     let console = machine.files.as_ref().unwrap().console.clone();
     let len = || fs::metadata(&console).unwrap().len();
     until("it floods", || len() > 20_000);
     hello(&mut machine);
     assert!(len() <= 256 << 10);
-    let (mut zygote, _) = place.freeze(&mut machine);
-    let copy = place.thaw(&mut zygote);
+    let (mut zygote, _) = host.freeze(&mut machine);
+    let copy = host.thaw(&mut zygote);
     until("the copy floods", || fs::metadata(&copy.files.as_ref().unwrap().console).unwrap().len() > 5000);
     assert_eq!(machine.call(&Request::Pause), Reply::Done);
 }
 
 #[test]
 fn a_freeze_that_fails_leaves_the_machine_as_it_was() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(SILENT);
-    // A top that is none. Whenever that is found out, nothing is left of the attempt.
-    let bad = place.path("bad");
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(SILENT);
+    // A file that is not a top. Whenever this is found, nothing of the attempt is left.
+    let bad = host.path("bad");
     fs::write(&bad, vec![7; 300_000]).unwrap();
-    let error = place.try_freeze(&mut machine, &bad).err().expect("it was taken").to_string();
+    let error = host.try_freeze(&mut machine, &bad).err().expect("it was taken").to_string();
     assert!(error.contains("qcow2"), "{error}");
     machine.counts();
     hello(&mut machine);
     let count = || {
-        let log = place.dir.path().join("stderr");
+        let log = host.dir.path().join("stderr");
         let pids =
             fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().into_string().ok());
         pids.filter(|pid| fs::read_link(format!("/proc/{pid}/fd/2")).is_ok_and(|to| to == log)).count()
     };
     until("the zygote is gone", || count() == 1);
-    // And what is right is still possible.
-    let (mut zygote, _) = place.freeze(&mut machine);
-    place.thaw(&mut zygote).counts();
+    // A valid request still works.
+    let (mut zygote, _) = host.freeze(&mut machine);
+    host.thaw(&mut zygote).counts();
 }
 
 #[test]
 fn no_room_for_another_process_is_said() {
-    let Some(place) = place() else { return };
+    let Some(host) = host() else { return };
     if !keiki_testing::is_root() {
         return;
     }
     // The machine, its vCPU, what KVM adds, and a few zygotes.
-    let blank = place.blank_as(1_262_100_777, 7);
-    let mut machine = place.boot_in(blank, SILENT, 1, 16).unwrap();
-    let top = place.path("top");
+    let blank = host.blank_as(1_262_100_777, 7);
+    let mut machine = host.boot_in(blank, SILENT, 1, 16).unwrap();
+    let top = host.path("top");
     let mut zygotes = Vec::new();
     let error = loop {
         fs::write(&top, monitor::overlay::empty_overlay(monitor::DISK)).unwrap();
-        match place.try_freeze(&mut machine, &top) {
+        match host.try_freeze(&mut machine, &top) {
             Ok((zygote, _)) => zygotes.push(zygote),
             Err(error) => break error.to_string(),
         }
-        place.flatten(&mut machine, &place.dir.path().join("bottom.raw"));
+        host.flatten(&mut machine, &host.dir.path().join("bottom.raw"));
         assert!(zygotes.len() < 8, "no limit is kept");
     };
     assert!(error.starts_with("forking: "), "{error}");
     let mut zygote = zygotes.pop().unwrap();
     zygote.files.as_mut().unwrap().layers.truncate(1);
-    let error = place.try_thaw(&mut zygote).err().expect("it was taken").to_string();
+    let error = host.try_thaw(&mut zygote).err().expect("it was taken").to_string();
     assert!(error.starts_with("forking: "), "{error}");
     machine.counts();
     machine.kill();
     zygotes.iter().for_each(Monitor::kill);
-    // With the others gone there is room: for a process, and then for its vCPU's thread.
-    place.thaw(&mut zygote).counts();
+    // Without the others there is room for a process and its vCPU thread.
+    host.thaw(&mut zygote).counts();
 }
 
-/// Freezing goes on while an earlier freeze is written down, and both are right.
+/// A machine can freeze while an earlier freeze is being written, and both are correct.
 #[test]
-fn persisting_is_nobody_elses_business() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(SILENT);
+fn a_persist_disturbs_nothing_else() {
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(SILENT);
     machine.counts();
     for page in 0..2000 {
         machine.poke(0x10_0000 + 0x10_0000 + page * 4096, page as u32 + 1);
     }
-    let (mut zygote, _) = place.freeze(&mut machine);
-    let stored = place.to_store(&zygote, 16);
+    let (mut zygote, _) = host.freeze(&mut machine);
+    let stored = host.to_store(&zygote, 16);
     let own = zygote.pid();
-    place.begin_persist(&mut zygote, &stored, own);
+    host.begin_persist(&mut zygote, &stored, own);
     for round in 0..3 {
         machine.poke(0x20_0000, 7000 + round);
-        let (mut another, _) = place.freeze(&mut machine);
-        let copy = place.thaw(&mut another);
+        let (mut another, _) = host.freeze(&mut machine);
+        let copy = host.thaw(&mut another);
         assert_eq!(copy.peek(0x20_0000), 7000 + round);
         copy.counts();
     }

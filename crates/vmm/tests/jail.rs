@@ -1,15 +1,15 @@
-//! What a monitor may not do, and what others may not do to it.
+//! What a monitor cannot do, and what other processes cannot do to it.
 
 mod monitor;
 
 use keiki_control::Start;
 use keiki_hv::fork::{Side, exit, fork};
 use keiki_testing::is_root;
-use monitor::{Monitor, Place, SILENT, USER, place};
+use monitor::{Monitor, SILENT, TestHost, USER, host};
 use rustix::process::{Pid, WaitOptions, waitpid};
 use std::{fs, io::Read, path::PathBuf, process::Command};
 
-/// Does `what` in a process of its own: how that ended.
+/// Does `what` in its own process. Returns how that ended.
 fn in_process(what: impl FnOnce() -> i32) -> (Option<i32>, Option<i32>) {
     match fork(&[]).unwrap() {
         Side::Child => exit(what()),
@@ -23,27 +23,27 @@ fn in_process(what: impl FnOnce() -> i32) -> (Option<i32>, Option<i32>) {
 
 /// A machine, its zygote and a copy, in their jails.
 struct Family {
-    place: Place,
+    host: TestHost,
     machine: Monitor,
     zygote: Monitor,
     copy: Monitor,
 }
 
-/// None where no monitor can run, or is put into a jail.
+/// None where no monitor can run or be jailed.
 fn family() -> Option<Family> {
-    let place = place()?;
+    let host = host()?;
     if !is_root() {
         return None;
     }
-    let mut machine = place.boot(SILENT);
-    let (mut zygote, _) = place.freeze(&mut machine);
-    let copy = place.thaw(&mut zygote);
-    Some(Family { place, machine, zygote, copy })
+    let mut machine = host.boot(SILENT);
+    let (mut zygote, _) = host.freeze(&mut machine);
+    let copy = host.thaw(&mut zygote);
+    Some(Family { host, machine, zygote, copy })
 }
 
 #[test]
 fn a_machine_and_its_copies_have_nothing() {
-    let Some(Family { machine, zygote, copy, place: _place }) = family() else { return };
+    let Some(Family { machine, zygote, copy, host: _place }) = family() else { return };
     for monitor in [&machine, &zygote, &copy] {
         looks_jailed(monitor);
     }
@@ -64,7 +64,7 @@ fn looks_jailed(monitor: &Monitor) {
     assert_eq!(field("Gid:"), vec![USER.to_string(); 4]);
     assert_eq!(field("Groups:"), [""; 0]);
     assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), (vec!["1".into()], vec!["2".into()]));
-    // Not dumpable: its files are root's.
+    // Not dumpable: its files in /proc belong to root.
     assert_eq!(fs::metadata(proc.join("mem")).unwrap().uid(), 0);
     // An empty root, and nothing can be made in it.
     assert_eq!(fs::read_dir(proc.join("root")).unwrap().count(), 0);
@@ -87,12 +87,12 @@ fn looks_jailed(monitor: &Monitor) {
     }
 }
 
-/// Taps are set up by asking them, which the filter has to let pass.
+/// The filter must allow the requests that set up a tap.
 #[test]
 fn a_jailed_machine_takes_its_tap() {
     use keiki_sys::{netns, tap};
     use std::panic::AssertUnwindSafe;
-    let Some(mut place) = place() else { return };
+    let Some(mut host) = host() else { return };
     if !is_root() {
         return;
     }
@@ -103,12 +103,12 @@ fn a_jailed_machine_takes_its_tap() {
     });
     let done = std::panic::catch_unwind(AssertUnwindSafe(move || {
         let (first, second) = taps.unwrap();
-        place.tap = Some(first);
-        let mut machine = place.boot(SILENT);
+        host.tap = Some(first);
+        let mut machine = host.boot(SILENT);
         machine.counts();
-        let (mut zygote, _) = place.freeze(&mut machine);
-        place.tap = Some(second);
-        place.thaw(&mut zygote).counts();
+        let (mut zygote, _) = host.freeze(&mut machine);
+        host.tap = Some(second);
+        host.thaw(&mut zygote).counts();
         machine.counts();
     }));
     netns::remove(&name).unwrap();
@@ -118,11 +118,11 @@ fn a_jailed_machine_takes_its_tap() {
 /// A process of the same user, without the filter: it may not read or trace.
 #[test]
 fn a_relative_cannot_look_into_it() {
-    let Some(place) = place() else { return };
+    let Some(host) = host() else { return };
     if !is_root() {
         return;
     }
-    let machine = place.boot(SILENT);
+    let machine = host.boot(SILENT);
     let pid = machine.pid();
     let address = machine.ram_start();
     let (code, _) = in_process(|| {
@@ -141,27 +141,27 @@ fn a_relative_cannot_look_into_it() {
     assert_eq!(code, Some(0), "something of it can be read");
 }
 
-/// Becomes somebody, in a process of its own.
+/// Becomes this user, in its own process.
 fn become_user(user: u32) {
     let (id, group) = (rustix::process::Uid::from_raw(user), rustix::process::Gid::from_raw(user));
     rustix::thread::set_thread_res_gid(group, group, group).unwrap();
     rustix::thread::set_thread_res_uid(id, id, id).unwrap();
 }
 
-/// A hostile bystander, beside a machine, its zygote and a copy. A relative, which has their user,
-/// has the filter too, and ends at the first attempt; a monitor of another lineage has another
-/// user, and is refused by the kernel even without.
+/// A hostile process beside a machine, its zygote and a copy. A relative has the same user but also
+/// the filter, and ends at the first attempt. A monitor of another lineage has another user, and
+/// the kernel refuses it even without a filter.
 #[test]
 #[allow(unsafe_code)]
 fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
-    let Some(Family { place, mut machine, mut zygote, copy }) = family() else { return };
+    let Some(Family { host, mut machine, mut zygote, copy }) = family() else { return };
     let address = machine.ram_start() as i64;
     for pid in [machine.pid(), zygote.pid(), copy.pid()].map(i64::from) {
         let (mut buffer, kill) = ([0_u8; 8], libc::SIGKILL as i64);
         let own = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: 8 };
         let theirs = libc::iovec { iov_base: address as *mut _, iov_len: 8 };
         let (own, theirs) = (&raw const own as i64, &raw const theirs as i64);
-        // What comes with a queued signal: from a user.
+        // The data of a queued signal: sent by a user.
         let info = [0_u64; 16];
         let info = info.as_ptr() as i64;
         let attempts: [(&str, i64, [i64; 6]); 8] = [
@@ -193,7 +193,7 @@ fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
             assert_eq!(stranger, (Some(libc::EPERM), None), "{name}");
         }
     }
-    // The one signal that a relative may send does nothing to whoever gets it, however often.
+    // The one signal that a relative may send does nothing to its receiver, however often it comes.
     for pid in [machine.pid(), zygote.pid(), copy.pid()] {
         let threads =
             fs::read_dir(format!("/proc/{pid}/task")).unwrap().map(|entry| entry.unwrap().file_name());
@@ -218,11 +218,11 @@ fn a_bystander_can_neither_end_nor_trace_nor_read_them() {
     assert!(machine.lives() && zygote.lives() && copy.lives());
     machine.counts();
     copy.counts();
-    place.thaw(&mut zygote).counts();
-    place.thaw(&mut place.freeze(&mut machine).0).counts();
+    host.thaw(&mut zygote).counts();
+    host.thaw(&mut host.freeze(&mut machine).0).counts();
 }
 
-/// One's own priority may fall: what is written down does not keep machines from running.
+/// A process may lower its own priority, so that writing does not slow machines.
 #[test]
 fn a_process_may_step_back() {
     let stepped = in_process(|| {
@@ -233,7 +233,7 @@ fn a_process_may_step_back() {
     assert_eq!(stepped, (Some(0), None));
 }
 
-/// What the filter is for: each of these ends whoever tries.
+/// The purpose of the filter: each of these calls ends the process.
 #[test]
 #[allow(unsafe_code)]
 fn forbidden_calls_end_the_process() {
@@ -276,7 +276,7 @@ fn forbidden_calls_end_the_process() {
         });
         assert_eq!((code, signal), (None, Some(libc::SIGSYS)), "{name}");
     }
-    // And a thread can still be made.
+    // A thread can still be created.
     let (code, _) = in_process(|| {
         rustix::thread::set_no_new_privs(true).unwrap();
         keiki_vmm::jail::filter().unwrap();

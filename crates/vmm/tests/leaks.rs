@@ -1,8 +1,8 @@
-//! Over and over, and deep: nothing is left, nothing grows.
+//! Many cycles and many generations: nothing is left over and nothing grows.
 
 mod monitor;
 
-use monitor::{Monitor, Place, SILENT, USER, place, until};
+use monitor::{Monitor, SILENT, TestHost, USER, host, until};
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
 /// All of it with `KEIKI_TEST_ALL`, a tenth otherwise.
@@ -10,7 +10,7 @@ fn many(all: usize) -> usize {
     if std::env::var_os("KEIKI_TEST_ALL").is_some() { all } else { all / 10 }
 }
 
-/// Descriptors, threads, mappings, and KiB of memory of its own.
+/// Descriptors, threads, mappings, and KiB of heap.
 #[derive(Debug, Clone, Copy)]
 struct Size {
     fds: usize,
@@ -34,9 +34,9 @@ fn size(monitor: &Monitor) -> Size {
     }
 }
 
-/// Processes of our monitors in this test: those whose standard error is its file.
-fn monitors(place: &Place) -> BTreeSet<u32> {
-    let log = place.dir.path().join("stderr");
+/// The monitors of this test: processes whose standard error is its file.
+fn monitors(host: &TestHost) -> BTreeSet<u32> {
+    let log = host.dir.path().join("stderr");
     let pids =
         fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     pids.filter(|pid: &u32| fs::read_link(format!("/proc/{pid}/fd/2")).is_ok_and(|to| to == log)).collect()
@@ -51,12 +51,12 @@ fn machines(pids: &BTreeSet<u32>) -> usize {
 
 #[test]
 fn cycles_leave_nothing() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(SILENT);
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(SILENT);
     let mut first = None;
     for cycle in 0..many(2000) {
-        let (mut zygote, _) = place.freeze(&mut machine);
-        let copy = place.thaw(&mut zygote);
+        let (mut zygote, _) = host.freeze(&mut machine);
+        let copy = host.thaw(&mut zygote);
         copy.counts();
         if cycle % 2 == 0 {
             copy.kill();
@@ -65,9 +65,9 @@ fn cycles_leave_nothing() {
             zygote.close();
             copy.kill();
         }
-        // The chain would be at its end: a flattened one takes its place, as in a node.
-        let bottom = place.dir.path().join("bottom.raw");
-        place.flatten(&mut machine, &bottom);
+        // The chain would become too long, so a flattened one replaces it, as in a node.
+        let bottom = host.dir.path().join("bottom.raw");
+        host.flatten(&mut machine, &bottom);
         if cycle == 5 {
             first = Some((size(&machine), machine.pid()));
         }
@@ -77,22 +77,22 @@ fn cycles_leave_nothing() {
     assert_eq!((before.fds, before.threads), (after.fds, after.threads));
     assert!(after.maps <= before.maps + 4, "{before:?} {after:?}");
     assert!(after.heap_kib <= before.heap_kib + 2048, "{before:?} {after:?}");
-    until("only the machine is left", || monitors(&place) == BTreeSet::from([machine.pid()]));
-    assert_eq!(machines(&monitors(&place)), 1);
+    until("only the machine is left", || monitors(&host) == BTreeSet::from([machine.pid()]));
+    assert_eq!(machines(&monitors(&host)), 1);
 }
 
 #[test]
 fn depth_costs_nothing() {
-    let Some(place) = place() else { return };
-    let mut machine = place.boot(SILENT);
+    let Some(host) = host() else { return };
+    let mut machine = host.boot(SILENT);
     let mut sizes = Vec::new();
     let depth = many(250);
     for generation in 0..depth {
         machine.counts();
-        let (mut zygote, _) = place.freeze(&mut machine);
+        let (mut zygote, _) = host.freeze(&mut machine);
         zygote.files.as_mut().unwrap().layers.truncate(1);
-        let next = place.thaw(&mut zygote);
-        // The ancestors are gone, in either order.
+        let next = host.thaw(&mut zygote);
+        // The ancestors end, in either order.
         if generation % 2 == 0 {
             machine.kill();
             zygote.kill();
@@ -106,13 +106,13 @@ fn depth_costs_nothing() {
     machine.counts();
     let (before, after) = (sizes[5], sizes[depth - 1]);
     assert_eq!((before.fds, before.threads), (after.fds, after.threads));
-    // What a generation leaves in the copy: its parent's objects, which are forgotten. Bounded, and
-    // a lineage is begun anew by the node after some dozens.
+    // Each generation leaves the forgotten objects of its parent in the copy. That is bounded, and
+    // the node starts a new lineage after some dozens.
     let grown = after.heap_kib.saturating_sub(before.heap_kib) / (depth - 5);
     println!("each generation leaves {grown} KiB and {} mappings", (after.maps - before.maps) / (depth - 5));
     assert!(grown < 512, "{before:?} {after:?}");
-    until("only the machine is left", || monitors(&place) == BTreeSet::from([machine.pid()]));
-    assert_eq!(machines(&monitors(&place)), 1);
+    until("only the machine is left", || monitors(&host) == BTreeSet::from([machine.pid()]));
+    assert_eq!(machines(&monitors(&host)), 1);
     let status = fs::read_to_string(format!("/proc/{}/status", machine.pid())).unwrap();
     if rustix::process::geteuid().is_root() {
         assert!(status.contains("Seccomp_filters:\t2\n") && status.contains(&USER.to_string()), "{status}");

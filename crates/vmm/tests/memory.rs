@@ -1,10 +1,10 @@
-//! Finding 4: memory moves between relatives, but not between control groups. So a lineage has one,
-//! as large as its worst case, and a parent that writes all its memory anew beside its zygotes
-//! lives.
+//! Finding 4: memory moves between relatives, but not between control groups. So a lineage has one
+//! control group, as large as its worst case, and a parent survives that rewrites all its memory
+//! beside its zygotes.
 
 mod monitor;
 
-use monitor::{SILENT, place};
+use monitor::{SILENT, host};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -43,18 +43,18 @@ impl Drop for Group {
 
 #[test]
 fn a_lineage_within_its_worst_case_lives() {
-    let Some(place) = place() else { return };
+    let Some(host) = host() else { return };
     const MIB: u64 = 64;
-    // Three machines' memory, and what processes need besides.
+    // The memory of three machines, and what processes need besides.
     let Some(group) = Group::new((3 * MIB + 24) << 20) else { return };
-    let blank = place.blank();
+    let blank = host.blank();
     fs::write(group.0.join("cgroup.procs"), blank.pid().to_string()).unwrap();
-    let mut machine = place.boot_in(blank, SILENT, 1, 64).unwrap();
+    let mut machine = host.boot_in(blank, SILENT, 1, 64).unwrap();
     machine.remember_ram(MIB);
     let write_all = |machine: &monitor::Monitor, value: u32| {
         use std::os::unix::fs::FileExt;
         let (mem, start) = (machine.mem(), machine.ram.unwrap());
-        // Behind the guest's code.
+        // Behind the code of the guest.
         for page in (2 << 20..MIB << 20).step_by(4096) {
             mem.write_all_at(&value.to_le_bytes(), start + page).unwrap();
         }
@@ -62,7 +62,7 @@ fn a_lineage_within_its_worst_case_lives() {
     write_all(&machine, 1);
     let mut zygotes = Vec::new();
     for round in 2..4 {
-        zygotes.push(place.freeze(&mut machine).0);
+        zygotes.push(host.freeze(&mut machine).0);
         write_all(&machine, round);
     }
     let usage = ["memory.usage_in_bytes", "memory.current"];

@@ -6,6 +6,6 @@ mod frozen;
 mod seeds;
 
 #[test]
-fn state_files_that_nobody_wrote() {
+fn arbitrary_state_files() {
     seeds::run("frozen", frozen::run, 3000);
 }

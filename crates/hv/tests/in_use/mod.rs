@@ -1,18 +1,18 @@
-//! A vCPU in the middle of its work: nothing of it is as a new one has it. For the tests of `hv`
-//! and of the monitor.
+//! A vCPU in the middle of its work, none of its state like that of a new one. For the tests of
+//! `hv` and of the monitor.
 
 use keiki_hv::state::VcpuState;
 
 pub const TSC: u32 = 0x10;
 pub const TSC_DEADLINE: u32 = 0x6e0;
-/// Time that has passed, as Hyper-V tells it: since the start, and as the vCPU ran.
+/// Hyper-V times: since the start, and while the vCPU ran.
 const HYPERV_TIMES: [u32; 2] = [0x4000_0020, 0x4000_0010];
-/// Registers of the local APIC: spurious vector (and its switch), timer.
+/// Registers of the local APIC: spurious vector (with the enable bit), timer.
 const SPURIOUS: usize = 0xf0;
 const TIMER: usize = 0x320;
 /// Later than any test.
 pub const LATER: u64 = 1 << 60;
-/// Where 64-bit system calls go, the page attributes, where 32-bit ones find their segment.
+/// LSTAR, the page attributes, SYSENTER_CS.
 const OTHERS: [(u32, u64); 3] =
     [(0xc000_0082, 0xffff_8000_1234_5000), (0x277, 0x0007_0406_0007_0406), (0x174, 0x10)];
 
@@ -31,7 +31,7 @@ fn set_apic(state: &mut VcpuState, register: usize, value: u32) {
     }
 }
 
-/// All but general and special registers, which are those of the guest's code.
+/// Fills all state but the general and special registers, which the code of the guest uses.
 pub fn fill(state: &mut VcpuState) {
     // x87, SSE and AVX enabled and in use: control words, ST0 to ST7, XMM0 to XMM15, and the upper
     // halves of YMM.
@@ -41,7 +41,7 @@ pub fn fill(state: &mut VcpuState) {
     area[6] = 0x1f80;
     for (at, word) in area[8..104].iter_mut().enumerate() {
         *word = 0x0101_0101 * (at as u32 % 250 + 1);
-        // The last six bytes of an x87 register are nobody's.
+        // The last six bytes of an x87 register are unused.
         match at % 4 {
             2 if at < 32 => *word &= 0xffff,
             3 if at < 32 => *word = 0,
@@ -53,10 +53,10 @@ pub fn fill(state: &mut VcpuState) {
         *word = 0xabcd_0000 + at as u32;
     }
     state.debug.db = [0x1000, 0x2000, 0x3000, 0x4000];
-    // Armed for address 0, an execution there.
+    // A breakpoint at address 0.
     state.debug.dr7 = 0x0000_0401;
     set_apic(state, SPURIOUS, 0x1ff);
-    // On a deadline, masked.
+    // Deadline mode, masked.
     set_apic(state, TIMER, 2 << 17 | 1 << 16 | 0xec);
     set_msr(state, TSC_DEADLINE, LATER);
     for (index, value) in OTHERS {
@@ -68,8 +68,7 @@ fn bytes<T: serde::Serialize>(part: &T) -> Vec<u8> {
     postcard::to_stdvec(part).unwrap()
 }
 
-/// All of it must be the same, part by part, but general and special registers, and the counters,
-/// which go on.
+/// Compares all state, part by part, except general and special registers and running counters.
 pub fn compare(is: &VcpuState, was: &VcpuState) {
     assert_eq!(bytes(&is.xcrs), bytes(&was.xcrs), "enabled states");
     let (area, before) = (is.xsave.region, was.xsave.region);

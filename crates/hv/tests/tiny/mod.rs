@@ -1,5 +1,5 @@
-//! A guest of a few bytes, which needs no firmware and no kernel: 32-bit code that counts in its
-//! memory and touches devices in every way there is, over and over.
+//! A guest of a few bytes without firmware or kernel: 32-bit code that counts in memory and
+//! accesses devices in every possible way, over and over.
 #![allow(dead_code)]
 
 use keiki_hv::{
@@ -19,7 +19,7 @@ use vm_memory::{Bytes, GuestAddress};
 pub const CODE: u64 = 0x1000;
 /// Where the guest counts its rounds.
 pub const COUNT: u64 = 0x2000;
-/// Where it puts what it read: `IN`, memory-mapped, `INS` (three).
+/// Where it stores what it has read: `IN`, memory-mapped, `INS` (three).
 pub const READ: u64 = 0x2004;
 
 /// One round: count, `OUT`, `IN`, write and read a device by address, `OUTS` and `INS` of three
@@ -55,7 +55,7 @@ pub const COUNTER: &[u8] = &[
     0xeb, 0xf1,                         // jmp the beginning
 ];
 
-/// None, and says so, where there is no KVM.
+/// None without KVM, with a note.
 pub fn kvm() -> Option<Kvm> {
     match Kvm::open() {
         Ok(kvm) => Some(kvm),
@@ -66,11 +66,11 @@ pub fn kvm() -> Option<Kvm> {
     }
 }
 
-/// What the guest did to devices, and what it was answered: each access is (what, value).
+/// The device accesses of the guest with their values.
 #[derive(Debug, Default)]
 pub struct Log {
     pub accesses: Mutex<Vec<(u8, u32)>>,
-    /// Answers count on from here.
+    /// Answers count from here.
     pub next: Mutex<u32>,
 }
 
@@ -118,7 +118,7 @@ pub fn ram(mib: u64) -> GuestRam {
     GuestRam::anonymous(mib << 20, HugePages::No).unwrap()
 }
 
-/// A machine with `code` at its beginning, about to run it on every vCPU.
+/// A machine that is about to run `code` on every vCPU.
 pub fn machine(kvm: &Kvm, ram: &GuestRam, code: &[u8], vcpus: u8) -> (Vm, Vec<Vcpu>, CpuModel) {
     ram.memory().write_slice(code, GuestAddress(CODE)).unwrap();
     let vm = kvm.create_vm(ram).unwrap();
@@ -126,7 +126,7 @@ pub fn machine(kvm: &Kvm, ram: &GuestRam, code: &[u8], vcpus: u8) -> (Vm, Vec<Vc
     let cpus: Vec<_> = (0..vcpus).map(|id| vm.create_vcpu(id, &model).unwrap()).collect();
     for vcpu in &cpus {
         enter_flat(vcpu, CODE);
-        // The others would wait for the first to start them.
+        // Otherwise these would wait for the first vCPU to start them.
         vcpu.set_mp_state(Default::default()).unwrap();
     }
     (vm, cpus, model)
@@ -148,7 +148,7 @@ pub fn enter_flat(vcpu: &Vcpu, at: u64) {
     vcpu.set_regs(&regs).unwrap();
 }
 
-/// What is frozen besides memory: it goes through bytes, as a file would.
+/// The state besides memory, serialized as in a file.
 pub fn save(vm: &Vm, vcpus: &[Vcpu]) -> Vec<u8> {
     let states: Vec<_> = vcpus.iter().map(|vcpu| vcpu.save().unwrap()).collect();
     postcard::to_stdvec(&(vm.save().unwrap(), states)).unwrap()
@@ -181,7 +181,7 @@ pub fn in_child(keep: &[BorrowedFd<'_>], what: impl FnOnce() -> Vec<u8>) -> Opti
     answer
 }
 
-/// As [`in_child`], and the copy is left for the caller to wait for.
+/// Like [`in_child`], but the caller waits for the copy.
 pub fn begin_child(keep: &[BorrowedFd<'_>], what: impl FnOnce() -> Vec<u8>) -> (u32, Option<Vec<u8>>) {
     let (mut from, mut to) = std::io::pipe().unwrap();
     let keep: Vec<_> = keep.iter().copied().chain([to.as_fd()]).collect();

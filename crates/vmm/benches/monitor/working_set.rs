@@ -6,7 +6,7 @@
 //! good as a recording can be; page cache warm and cold.
 
 use super::{Report, ms, tiny};
-use crate::monitor::Place;
+use crate::monitor::TestHost;
 use keiki_hv::{GuestRam, Kvm};
 use serde_json::json;
 use std::{fs::File, ops::Range, os::fd::AsFd, os::unix::fs::FileExt, time::Instant};
@@ -57,8 +57,8 @@ fn drop_cache(file: &File) {
     rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
 }
 
-pub fn measure(place: &Place, report: &mut Report) {
-    let file = File::options().read(true).write(true).create_new(true).open(place.path("ws")).unwrap();
+pub fn measure(host: &TestHost, report: &mut Report) {
+    let file = File::options().read(true).write(true).create_new(true).open(host.path("ws")).unwrap();
     let block: Vec<u8> = (0..1 << 20).map(|at: u32| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     (0..MIB).for_each(|mib| file.write_all_at(&block, mib << 20).unwrap());
     let kvm = Kvm::open().unwrap();

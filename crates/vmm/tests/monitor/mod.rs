@@ -1,4 +1,5 @@
-//! Real monitors with a guest of a few bytes, driven over their control sockets as a node does.
+//! Real monitors with a guest of a few bytes, driven over their control sockets like a node drives
+//! them.
 #![allow(dead_code)]
 
 #[path = "../../../../fuzz/bodies/overlay.rs"]
@@ -104,8 +105,8 @@ pub fn kernel(code: &[u8]) -> Vec<u8> {
     file
 }
 
-/// None, and says so, where no monitor can run.
-pub fn place() -> Option<Place> {
+/// None, with a note, where no monitor can run.
+pub fn host() -> Option<TestHost> {
     if let Err(error) = keiki_hv::Kvm::open() {
         keiki_testing::skip("kvm", format!("no KVM here: {error}"));
         return None;
@@ -113,29 +114,29 @@ pub fn place() -> Option<Place> {
     let dir = tempfile::tempdir().unwrap();
     File::create(dir.path().join("bottom.raw")).unwrap().set_len(DISK).unwrap();
     std::fs::write(dir.path().join("empty.qcow2"), overlay::empty_overlay(DISK)).unwrap();
-    Some(Place { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
+    Some(TestHost { dir, next: AtomicU32::new(0), tap: None, disks: Vec::new() })
 }
 
 /// A directory with the files of machines.
-pub struct Place {
+pub struct TestHost {
     pub dir: tempfile::TempDir,
     next: AtomicU32,
-    /// What the next machine gets as its network.
+    /// The tap of the next machine.
     pub tap: Option<File>,
-    /// Disks besides the root disk: what the bottom layer is, and whether all is only read.
+    /// Disks besides the root disk: bottom layer, and whether the disk is read-only.
     pub disks: Vec<(PathBuf, bool)>,
 }
 
-/// A monitor, and how to talk to it.
+/// A monitor and the connection to it.
 pub struct Monitor {
     pub process: Process,
     pub client: Client,
     pub files: Option<Files>,
-    /// Where guest memory is, where that was looked up before.
+    /// Address of guest memory, if it has been looked up.
     pub ram: Option<u64>,
 }
 
-/// What one machine was given.
+/// The files of one machine.
 #[derive(Clone)]
 pub struct Files {
     pub socket: PathBuf,
@@ -143,7 +144,7 @@ pub struct Files {
     pub console: PathBuf,
     /// Bottom first; the last is its top.
     pub layers: Vec<PathBuf>,
-    /// The same of further disks. Those that are only read have no top.
+    /// The same for further disks. Read-only disks have no top.
     pub disks: Vec<Vec<PathBuf>>,
 }
 
@@ -151,7 +152,7 @@ fn open(path: &Path) -> File {
     File::options().read(true).write(true).create(true).truncate(false).open(path).unwrap()
 }
 
-impl Place {
+impl TestHost {
     pub fn path(&self, kind: &str) -> PathBuf {
         self.dir.path().join(format!("{kind}-{}", self.next.fetch_add(1, Ordering::Relaxed)))
     }
@@ -166,7 +167,7 @@ impl Place {
         self.blank_as(USER, 4096)
     }
 
-    /// For a user of its own, with at most so many tasks.
+    /// As this user, with at most `tasks` tasks.
     pub fn blank_as(&self, user: u32, tasks: u64) -> Monitor {
         let (client, theirs) = Client::pair().unwrap();
         let start = Start {
@@ -187,13 +188,13 @@ impl Place {
         Monitor { process, client, files: None, ram: None }
     }
 
-    /// The writable ones of the further disks.
+    /// The writable further disks.
     fn writable(&self) -> impl Iterator<Item = usize> {
         let disks = self.disks.iter().enumerate();
         disks.filter(|(_, (_, read_only))| !read_only).map(|(number, _)| number)
     }
 
-    /// The chains of a machine's further disks, each with a top of its own.
+    /// The chains of the further disks of a machine, each with a new top.
     fn with_tops(&self, mut disks: Vec<Vec<PathBuf>>) -> Vec<Vec<PathBuf>> {
         self.writable().for_each(|number| disks[number].push(self.new_top()));
         disks
@@ -288,7 +289,7 @@ impl Place {
         Ok((Monitor { process, client, files: Some(files), ram: None }, frozen))
     }
 
-    /// Gives the machine one raw layer in place of all that lie below its top.
+    /// Replaces all layers below the top with one raw layer.
     pub fn flatten(&self, machine: &mut Monitor, bottom: &Path) {
         let fds = [(Role::Layer, File::open(bottom).unwrap().into())];
         let reply = machine.client.call(&Request::Layers, &borrow(&fds), PATIENCE).unwrap().reply;
@@ -312,11 +313,11 @@ impl Place {
         fds.extend(self.tap.iter().map(|tap| (Role::Tap, tap.try_clone().unwrap().into())));
         let answer = zygote.client.call(&thaw_request(), &borrow(&fds), PATIENCE)?;
         let Reply::Thawed(thawed) = answer.reply else { panic!("{:?}", answer.reply) };
-        assert_eq!(answer.pid, thawed.pid, "somebody else answered");
+        assert_eq!(answer.pid, thawed.pid, "another process answered");
         Ok((self.adopt(thawed.pid, files), thawed))
     }
 
-    /// A machine that was forked off by somebody, by its number and files.
+    /// A machine with this process id and these files.
     pub fn adopt(&self, pid: u32, files: Files) -> Monitor {
         let process = Process::open(pid).unwrap().unwrap();
         let client = Client::connect(&files.socket).unwrap();
@@ -333,7 +334,7 @@ impl Place {
         self.new_files(layers, self.with_tops(disks))
     }
 
-    /// Where a zygote of a machine with so many MiB is to be written to.
+    /// New files for a zygote with this much memory.
     pub fn to_store(&self, zygote: &Monitor, memory_mib: u32) -> Stored {
         Stored {
             memory: self.path("mem"),
@@ -344,7 +345,7 @@ impl Place {
         }
     }
 
-    /// Writes a zygote down, over a base or over nothing.
+    /// Persists a zygote, over a base or over nothing.
     pub fn persist(&self, zygote: &mut Monitor, base: Option<&Path>) -> (Stored, Persisted) {
         let stored = self.to_store(zygote, 16);
         if let Some(base) = base {
@@ -367,7 +368,7 @@ impl Place {
         }
     }
 
-    /// The answer is to be waited for.
+    /// Does not wait for the answer.
     pub fn begin_persist(&self, zygote: &mut Monitor, stored: &Stored, pagemap_of: u32) {
         let fds = [
             (Role::Memory, open(&stored.memory).into()),
@@ -445,7 +446,7 @@ impl Monitor {
         std::mem::replace(&mut self.client, Client::pair().unwrap().0)
     }
 
-    /// Guest memory, from outside.
+    /// Reads guest memory from outside.
     pub fn peek(&self, at: u64) -> u32 {
         let mut bytes = [0; 4];
         self.mem().read_exact_at(&mut bytes, self.ram_start() + at).unwrap();
@@ -460,12 +461,12 @@ impl Monitor {
         open(Path::new(&format!("/proc/{}/mem", self.pid())))
     }
 
-    /// The one mapping of its size (16 MiB, or what is given).
+    /// The only mapping of 16 MiB.
     pub fn ram_start(&self) -> u64 {
         self.ram_start_of(16)
     }
 
-    /// Looks up where RAM of this size is: [`Monitor::peek_at`] is quick then.
+    /// Looks up the RAM of this size, which makes [`Monitor::peek_at`] fast.
     pub fn remember_ram(&mut self, mib: u64) {
         self.ram = Some(self.ram_start_of(mib));
     }
@@ -476,7 +477,7 @@ impl Monitor {
         u32::from_le_bytes(bytes)
     }
 
-    /// MiB that the mapping at this address has for itself.
+    /// Private MiB of the mapping at this address.
     pub fn private_of_mapping(&self, start: u64) -> f64 {
         let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
         let from = smaps.find(&format!("{start:x}-")).unwrap();
@@ -485,14 +486,14 @@ impl Monitor {
         kib.sum::<f64>() / 1024.0
     }
 
-    /// Where the RAM begins of a machine with so many MiB.
+    /// Where the RAM of this size starts.
     pub fn ram_start_of(&self, mib: u64) -> u64 {
         self.ram_at(mib, 0)
     }
 
-    /// Where this byte of a memory file is in the RAM of a machine with so many MiB. Over nothing
-    /// the kernel makes one mapping of both parts, and what lies above the hole comes first. Over a
-    /// file it makes many: each says what it shows.
+    /// Where this byte of a memory file lies in RAM of this size. Over nothing the kernel merges
+    /// both spans into one mapping, with the span above the hole first. Over a file there are many
+    /// mappings, each with its file and offset.
     pub fn ram_at(&self, mib: u64, at: u64) -> u64 {
         const BELOW_HOLE: u64 = 3 << 30;
         let (size, low) = (mib << 20, (mib << 20).min(BELOW_HOLE));
@@ -513,7 +514,7 @@ impl Monitor {
         start + at - if is_low { 0 } else { low }
     }
 
-    /// What may be guest memory: private and writable.
+    /// Mappings that may be guest memory: private and writable.
     fn mappings(&self) -> Vec<Mapping> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
         let hex = |text: &str| u64::from_str_radix(text, 16).unwrap();
@@ -532,7 +533,7 @@ impl Monitor {
         String::from_utf8_lossy(&std::fs::read(&self.files.as_ref().unwrap().console).unwrap()).into_owned()
     }
 
-    /// Waits until the guest has counted on.
+    /// Waits until the guest has counted further.
     pub fn counts(&self) {
         let before = self.peek(COUNT);
         until("the guest counts on", || self.peek(COUNT) != before);
