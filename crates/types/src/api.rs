@@ -118,21 +118,22 @@ pub struct MemoryUse {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Timings {
-    /// Whole operation at the node.
+    /// The whole operation on the node.
     pub total_ms: f64,
-    /// vCPUs stood still (freezing verbs).
+    /// Pause of the vCPUs, if the operation froze the machine.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub vcpu_pause_ms: Option<f64>,
-    /// User processes stood still (freezing verbs).
+    /// Pause of user processes, if the operation froze the machine.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub user_pause_ms: Option<f64>,
-    /// Request to vCPU running, without the release gate (thawing verbs).
+    /// From the request to running vCPUs, if the operation thawed a machine.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub thaw_ms: Option<f64>,
-    /// The release gate: connect, new identity, user work thawed (thawing verbs).
+    /// The release gate, if the operation thawed a machine: the guest connects, assumes a new
+    /// identity, and resumes user processes.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub release_ms: Option<f64>,
-    /// Every step, in order: name and ms.
+    /// All steps, in order.
     #[serde(default)]
     pub steps: Vec<Step>,
 }
@@ -141,7 +142,6 @@ pub struct Timings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Step {
-    /// Its name.
     pub name: String,
     /// How long it took, in ms.
     pub ms: f64,
