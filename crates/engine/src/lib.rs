@@ -25,6 +25,8 @@ mod cgroup;
 mod common;
 mod console;
 mod error;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 mod files;
 mod fsutil;
 pub mod kvm;

@@ -17,6 +17,8 @@ pub(crate) enum Waiting {
     Kvm(kvm::VmFds),
     /// A QEMU that waits for a device state.
     Qemu(Box<qemu::WaitingVm>),
+    #[cfg(any(test, feature = "fake"))]
+    Fake,
 }
 
 impl PreparedVm {
@@ -41,6 +43,8 @@ impl PreparedVm {
     pub fn is_alive(&self) -> bool {
         match &self.waiting {
             Some(Waiting::Kvm(_)) => true,
+            #[cfg(any(test, feature = "fake"))]
+            Some(Waiting::Fake) => true,
             Some(Waiting::Qemu(vm)) => vm.is_alive(),
             None => false,
         }
@@ -88,6 +92,8 @@ impl Drop for PreparedVm {
         let ended = match self.waiting.take() {
             None => return,
             Some(Waiting::Kvm(_)) => Ok(()),
+            #[cfg(any(test, feature = "fake"))]
+            Some(Waiting::Fake) => Ok(()),
             Some(Waiting::Qemu(vm)) => vm.kill(&self.paths.dir),
         };
         if let Err(error) = ended.and_then(|()| record::clear(&self.paths)) {
