@@ -1,7 +1,8 @@
 //! A control group for each monitor, where the host has version 2 with the controllers we need.
 //!
-//! Best effort: a host without them runs monitors without these limits, and [`note`] says so to `doctor`.
-//! A group is named after the machine's directory, so that whoever clears the machine up finds it.
+//! Best effort: a host without them runs monitors without these limits, and [`note`] says so to
+//! `doctor`. A group is named after the machine's directory, so that the machine's cleanup finds
+//! it.
 
 use crate::{VmPaths, overhead::QEMU_LIMIT};
 use keiki_types::Shape;
@@ -14,12 +15,14 @@ const ROOT: &str = "/sys/fs/cgroup";
 /// All of ours.
 const OURS: &str = "keiki";
 const CONTROLLERS: [&str; 2] = ["memory", "pids"];
-/// Priority of what is done in the background, in steps that `nice` counts. The monitor's own is the same.
+/// Priority of what is done in the background, in steps that `nice` counts. The monitor's own is
+/// the same.
 const BACKGROUND: i32 = 10;
 /// Threads of a monitor.
 const TASKS: u64 = 512;
 
-/// Puts a monitor into its group. Says on the log what could not be done, once it is not simply absent.
+/// Puts a monitor into its group. Says on the log what could not be done, once it is not simply
+/// absent.
 pub(crate) fn confine(paths: &VmPaths, shape: Shape, pid: u32) {
     if lacking(Path::new(ROOT)).is_some() {
         return;
@@ -41,7 +44,8 @@ fn try_confine(root: &Path, paths: &VmPaths, shape: Shape, pid: u32) -> io::Resu
     fs::write(group.join("cgroup.procs"), pid.to_string())
 }
 
-/// Removes a monitor's group. It must have ended; a group that is still busy stays, empty, and costs nothing.
+/// Removes a monitor's group. It must have ended; a group that is still busy stays, empty, and
+/// costs nothing.
 pub(crate) fn remove(paths: &VmPaths) {
     remove_group(&group(Path::new(ROOT), paths));
 }
@@ -49,7 +53,7 @@ pub(crate) fn remove(paths: &VmPaths) {
 fn remove_group(group: &Path) {
     match fs::remove_dir(group) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::debug!(%error, "a control group stays");
+            tracing::debug!(%error, "cannot remove a control group");
         }
         _ => {}
     }
@@ -59,7 +63,7 @@ fn group(root: &Path, paths: &VmPaths) -> PathBuf {
     root.join(OURS).join(name(&paths.dir))
 }
 
-/// Name of the group of whoever has this directory.
+/// Name of the group of the machine with this directory.
 pub(crate) fn name(dir: &Path) -> String {
     blake3::hash(dir.as_os_str().as_encoded_bytes()).to_hex().chars().take(32).collect()
 }
@@ -91,11 +95,12 @@ impl LineageGroup {
         let made = fs::create_dir_all(&group).and_then(|()| {
             enable(root, &CONTROLLERS)?;
             enable(&root.join(OURS), &CONTROLLERS)?;
-            // Not memory: it moves between relatives, and is the lineage's. A share of the processors is welcome.
+            // Not memory: it moves between relatives, and is the lineage's. A share of the
+            // processors is welcome.
             enable(&group, &["pids"])?;
             for above in [root, &root.join(OURS), &group] {
                 if let Err(error) = enable(above, &["cpu"]) {
-                    tracing::debug!(%error, "monitors share the processors without control groups");
+                    tracing::debug!(%error, "monitors have no processor shares");
                 }
             }
             Ok(())
@@ -104,22 +109,23 @@ impl LineageGroup {
             Ok(()) => Some(Self(group)),
             Err(error) => {
                 tracing::warn!(user, %error, "monitors run without memory and task limits");
-                // Nobody is in it yet.
+                // It is still empty.
                 let _ = fs::remove_dir(&group);
                 None
             }
         }
     }
 
-    /// What all relatives together may use. Not less than they use now: the kernel would end one of them. That is the
-    /// case while some are found again after the node began anew, and while an ended one is not quite gone.
+    /// What all relatives together may use. Not less than they use now: the kernel would end one of
+    /// them. That is the case while machines are being adopted after a restart, and until an ended
+    /// one is completely gone.
     pub(crate) fn limit(&self, bytes: u64) {
         let used = fs::read_to_string(self.0.join("memory.current")).unwrap_or_default();
         if used.trim().parse::<u64>().is_ok_and(|used| used > bytes) {
             return;
         }
         if let Err(error) = fs::write(self.0.join("memory.max"), bytes.to_string()) {
-            tracing::warn!(group = %self.0.display(), %error, "relatives have another memory limit than they should");
+            tracing::warn!(group = %self.0.display(), %error, "cannot set the memory limit of a lineage");
         }
     }
 
@@ -131,15 +137,16 @@ impl LineageGroup {
         fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Where processors are short, the group of this name comes after those of its relatives: the priority of its own processes
-    /// counts among themselves only. Not last: somebody may wait for what it does.
+    /// Where processors are short, the group of this name comes after those of its relatives: the
+    /// priority of its own processes counts among themselves only. Not last: a caller may wait for
+    /// the result.
     pub(crate) fn defer(&self, name: &str) {
         if let Err(error) = fs::write(self.0.join(name).join("cpu.weight.nice"), BACKGROUND.to_string()) {
-            tracing::debug!(%error, "what is done in the background has its share of the processors");
+            tracing::debug!(%error, "cannot lower the processor share of background work");
         }
     }
 
-    /// Ends whoever is in the group of this name, and removes it.
+    /// Kills all processes in the group of this name, and removes it.
     pub(crate) fn end(&self, name: &str) -> io::Result<()> {
         let group = self.0.join(name);
         if !group.exists() {
@@ -171,7 +178,7 @@ pub(crate) fn note() -> String {
     }
 }
 
-/// Why there are no groups here. None: there are.
+/// Why there are no groups here. None if there are.
 fn lacking(root: &Path) -> Option<String> {
     let Ok(there) = fs::read_to_string(root.join("cgroup.controllers")) else {
         return Some("no cgroup v2".into());

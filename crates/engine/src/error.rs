@@ -1,4 +1,4 @@
-//! What can go wrong in a machine room.
+//! Errors of the engines.
 
 use std::{
     io,

@@ -28,8 +28,8 @@ pub(crate) fn make_memory(dir: &Path, shape: Shape) -> Result<()> {
     chmod_readable(&path)
 }
 
-/// Gives a machine the memory image it will run on: another name of it, or a copy that shares blocks on disk and no
-/// page in memory, so that reading it shows nothing of what others read.
+/// Gives a machine the memory image it will run on: another name of it, or a copy that shares
+/// blocks on disk and no page in memory, so that reading it shows nothing of what others read.
 pub(crate) fn take_memory(image: &Image, to: &Path) -> Result<()> {
     let from = image.dir.join(MEMORY_FILE);
     if !image.alone {
@@ -76,7 +76,7 @@ pub(crate) fn open_snapshot(dir: &Path, here: impl FnOnce(Shape) -> Made) -> Res
         return Err(refused(format!("it was made by {engine} {}, this is {}", made.version, here.version)));
     }
     if made.machine != here.machine {
-        return Err(refused("its machine has other devices than this program's".into()));
+        return Err(refused("its machine has different devices than this program's machines".into()));
     }
     Ok(manifest)
 }

@@ -1,8 +1,8 @@
 //! What runs microVMs on a node, behind one trait.
 //!
-//! Two operations carry everything. **Freeze** takes RAM, device state and disk of a running machine at one
-//! instant, and the machine goes on. **Thaw** makes a new, independent machine that continues from there,
-//! copy-on-write.
+//! Two operations carry everything. **Freeze** takes RAM, device state and disk of a running
+//! machine at one instant, and the machine keeps running. **Thaw** makes a new, independent machine
+//! that continues from there, copy-on-write.
 //!
 //! ```text
 //!   boot ──> Machine ──freeze──> Frozen ──thaw──> Machine          (fork: nothing else)
@@ -12,9 +12,10 @@
 //!                               snapshot directory
 //! ```
 //!
-//! Starting a monitor costs more than filling it, so it is done ahead: a [`PreparedVm`] has its network, its
-//! empty disk layer and its sockets, and waits for a frozen machine to be thawed into it. It is bound to a memory
-//! [`Image`], which may exist before its contents do: a fork prepares its children while the parent still runs.
+//! Starting a monitor costs more than filling it, so it is done ahead: a [`PreparedVm`] has its
+//! network, its empty disk layer and its sockets, and waits for a frozen machine to be thawed into
+//! it. It is bound to a memory [`Image`], which may exist before its contents do: a fork prepares
+//! its children while the parent still runs.
 //!
 //! Nothing here knows sandboxes, templates, users or HTTP.
 
@@ -70,19 +71,20 @@ pub struct BootSpec {
     pub cmdline: String,
 }
 
-/// The paths that one copy of a machine owns. The caller makes the directories; the engine fills them, and
-/// [`Machine::stop`] leaves nothing of the engine's behind.
+/// The paths that one copy of a machine owns. The caller makes the directories; the engine fills
+/// them, and [`Machine::stop`] leaves nothing of the engine's behind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmPaths {
     /// On the store: memory image, disk layers, console log, the engine's record of the machine.
     pub dir: PathBuf,
     /// For sockets. Short: a socket's path has at most 107 bytes.
     pub run_dir: PathBuf,
-    /// Network namespace with the tap, e.g. `/run/netns/keiki-1a2b-7`. None: no network device backend.
+    /// Network namespace with the tap, e.g. `/run/netns/keiki-1a2b-7`. None: no network device
+    /// backend.
     pub netns: Option<PathBuf>,
 }
 
-/// What a freeze cost the machine that went on.
+/// What a freeze cost the original machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FreezeReport {
     /// From the vCPUs parked to the vCPUs running again.
@@ -114,25 +116,27 @@ pub trait Engine: Send + Sync {
     /// Starts a machine from nothing. Returns once its vCPUs run.
     async fn boot(&self, spec: &BootSpec, paths: VmPaths) -> Result<Box<dyn Machine>>;
 
-    /// Names a memory image in `dir` that a freeze will fill, so that VMs can be prepared before it. `dir` is
-    /// new, empty, and on the store.
+    /// Names a memory image in `dir` that a freeze will fill, so that VMs can be prepared before
+    /// it. `dir` is new, empty, and on the store.
     async fn image(&self, dir: &Path, shape: Shape) -> Result<Image>;
 
     /// Prepares a VM for a thaw of what `image` holds or will hold.
     async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm>;
 
-    /// Opens a snapshot directory and checks everything in it. Machines thawed from it share memory until they write it,
-    /// with machines of the same files and scope.
+    /// Opens a snapshot directory and checks everything in it. Machines thawed from it share memory
+    /// until they write it, with machines of the same files and scope.
     async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>>;
 
-    /// This directory is not loaded any more: lets go what is kept for that. What was loaded can still be thawed.
+    /// This directory is not loaded any more: lets go what is kept for that. What was loaded can
+    /// still be thawed.
     async fn forget(&self, _dir: &Path) {}
 
-    /// Finds a machine again that an earlier process of the node started with these paths. None if it has ended:
-    /// then what it left there is removed.
+    /// Finds a machine again that an earlier process of the node started with these paths. None if
+    /// it has ended: then what it left there is removed.
     async fn adopt(&self, paths: &VmPaths) -> Result<Option<Box<dyn Machine>>>;
 
-    /// Adoption is complete: processes of the engine's users that belong to no adopted machine are killed.
+    /// Adoption is complete: processes of the engine's users that belong to no adopted machine are
+    /// killed.
     fn adoption_finished(&self) {}
 
     /// Ends what the engine keeps for later. Machines run on, and frozen ones can still be thawed.
@@ -165,15 +169,17 @@ pub trait Machine: Send + Sync {
     /// Lets the vCPUs run. Running already: no error.
     async fn resume(&self) -> Result<()>;
 
-    /// Takes RAM, device state and disk at one instant into `image`'s directory. The machine goes on running
-    /// if it was, from a new top layer. On error it goes on as before and the directory holds nothing.
-    /// Durable only after [`Frozen::persist`].
+    /// Takes RAM, device state and disk at one instant into `image`'s directory. The machine keeps
+    /// running if it was, on a new top layer. On error it continues as before and the directory is
+    /// empty. Durable only after [`Frozen::persist`].
     async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)>;
 
-    /// Ends the machine at once and removes what the engine put into its directories. Done already: no error.
+    /// Ends the machine at once and removes what the engine put into its directories. Done already:
+    /// no error.
     async fn stop(&self) -> Result<()>;
 
-    /// Resolves when the machine has ended by itself or by [`Machine::stop`]; says how, for people.
+    /// Resolves when the machine has exited or was stopped with [`Machine::stop`]; describes how,
+    /// for people.
     async fn ended(&self) -> String;
 
     /// Host memory behind it.
@@ -189,14 +195,15 @@ pub trait Machine: Send + Sync {
     async fn console(&self, limit: usize) -> Vec<u8>;
 }
 
-/// A machine at one instant, on this node. Costs no CPU. Dropping it frees nothing on disk: whoever owns the
-/// directory removes it; machines thawed from it do not notice.
+/// A machine at one instant, on this node. Costs no CPU. Dropping it frees nothing on disk: the
+/// owner of the directory removes it; machines thawed from it do not notice.
 #[async_trait]
 pub trait Frozen: Send + Sync {
     /// Its directory and shape.
     fn image(&self) -> &Image;
 
-    /// Makes a new machine of a prepared VM. Returns once its vCPUs run. On error the prepared VM is gone.
+    /// Makes a new machine of a prepared VM. Returns once its vCPUs run. On error the prepared VM
+    /// is gone.
     async fn thaw(&self, prepared: PreparedVm) -> Result<(Box<dyn Machine>, Steps)>;
 
     /// Makes the directory a durable, self-contained snapshot: everything flushed, manifest last.

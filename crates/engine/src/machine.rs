@@ -27,7 +27,7 @@ pub(crate) trait Backend: Sized + Send + Sync + 'static {
     /// How the machine ended, if it has.
     fn exit_reason(&self, paths: &VmPaths) -> Option<String>;
 
-    /// Ends its process, and the work that goes on beside it.
+    /// Ends its process and its background work.
     fn kill(&self) -> impl Future<Output = Result<()>> + Send;
 
     /// Parks the vCPUs or lets them run.
@@ -97,7 +97,7 @@ impl<B: Backend> Vm<B> {
         self.backend.exit_reason(&self.paths).map_or(error, EngineError::Ended)
     }
 
-    /// The wish is recorded first: whoever finds the machine after a crash fulfils it.
+    /// The request is recorded first: after a crash, adopting the machine fulfils it.
     async fn set_paused(&self, paused: bool) -> Result<()> {
         let mut record = self.record.lock().await;
         let before = std::mem::replace(&mut record.paused, paused);
@@ -113,7 +113,7 @@ impl<B: Backend> Vm<B> {
     async fn try_freeze(self: &Arc<Self>, image: &Image) -> Result<(Arc<dyn Frozen>, FreezeReport)> {
         let mut record = self.record.lock().await;
         if image.shape != self.shape {
-            return Err(EngineError::Monitor("has another shape than the image".into()));
+            return Err(EngineError::Monitor("has a different shape than the image".into()));
         }
         let frozen = B::freeze(self, &mut record, image).await;
         if frozen.is_err() {
@@ -185,8 +185,8 @@ impl<B: Backend> Machine for Arc<Vm<B>> {
 
 /// The machine with these paths, if it lives. What a dead one left is removed.
 ///
-/// The record says what to do: a prepared VM is ended, a freeze that had switched the disk is completed, one that had
-/// not is forgotten, and a machine that its user did not park runs.
+/// The record says what to do: a prepared VM is ended, a freeze that had switched the disk is
+/// completed, one that had not is forgotten, and a machine that its user did not park runs.
 pub(crate) async fn adopt<B: Backend>(
     host: &Arc<B::Host>,
     paths: &VmPaths,

@@ -2,8 +2,8 @@
 
 use crate::{EngineError, Image, Result, VmPaths, kvm, process::blocking, qemu, record};
 
-/// What waits for a thaw: a prepared VM. Dropping it ends its process and clears its directories; so does
-/// [`PreparedVm::cancel`], which also waits until the process is gone.
+/// What waits for a thaw: a prepared VM. Dropping it ends its process and clears its directories;
+/// so does [`PreparedVm::cancel`], which also waits until the process is gone.
 pub struct PreparedVm {
     image: Image,
     paths: VmPaths,
@@ -55,7 +55,7 @@ impl PreparedVm {
         if let Some(Waiting::Qemu(vm)) = &self.waiting
             && let Err(error) = vm.end().await
         {
-            tracing::warn!(%error, "a prepared VM could not be ended");
+            tracing::warn!(%error, "cannot end a prepared VM");
         }
         let cleared = blocking(move || {
             drop(self);
@@ -66,13 +66,14 @@ impl PreparedVm {
         }
     }
 
-    /// For a thaw of this image, by the engine whose part `pick` takes. From here on the caller clears the paths.
+    /// For a thaw of this image, by the engine whose part `pick` takes. From here on the caller
+    /// clears the paths.
     pub(crate) fn take<T>(
         mut self,
         image: &Image,
         pick: impl FnOnce(Waiting) -> std::result::Result<T, Waiting>,
     ) -> Result<(VmPaths, T)> {
-        let wrong = |what| Err(EngineError::Monitor(format!("was prepared for another {what}")));
+        let wrong = |what| Err(EngineError::Monitor(format!("was prepared for a different {what}")));
         if self.image != *image {
             return wrong("image");
         }

@@ -1,8 +1,8 @@
 //! A monitor process as every engine sees it: watched by descriptor, killed by descriptor.
 //!
-//! Monitors outlive the daemon, so nothing here ends one by being dropped. Standard error is a pipe that we
-//! drain into a small buffer: a monitor that writes without end fills no disk, and once the daemon is gone
-//! what it writes goes nowhere.
+//! Monitors outlive the daemon, so nothing here ends one by being dropped. Standard error is a pipe
+//! that we drain into a small buffer: a monitor that writes without end fills no disk, and once the
+//! daemon is gone what it writes goes nowhere.
 
 use crate::{EngineError, Result};
 use keiki_sys::process::Process;
@@ -41,8 +41,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Watches a process, and drains its standard error if we have it. `at_end` is called once it is gone, also if
-    /// this was dropped before; never if we end first.
+    /// Watches a process, and drains its standard error if we have it. `at_end` is called once it
+    /// is gone, also if this was dropped before; never if we end first.
     pub(crate) fn new(
         process: Arc<Process>,
         pipe: Option<OwnedFd>,
@@ -58,7 +58,8 @@ impl Watched {
             None => None,
         };
         let (set_ended, ended) = watch::channel(None);
-        // The safe constructor: its worry, a descriptor that changes while watched, cannot come from `Process`.
+        // The safe constructor: its worry, a descriptor that changes while watched, cannot come
+        // from `Process`.
         #[expect(deprecated)]
         let watched = AsyncFd::with_interest(Arc::clone(&process), Interest::READABLE).map_err(failed)?;
         // Not aborted with us: the process must be reaped also after this was dropped.
@@ -146,7 +147,7 @@ fn task_failed(error: JoinError) -> EngineError {
     EngineError::Monitor(format!("task failed: {error}"))
 }
 
-/// Kills a process that nobody watches, and waits until it is gone.
+/// Kills an unwatched process, and waits until it is gone.
 pub(crate) async fn end(process: &Process) -> Result<()> {
     process.kill().map_err(cannot_kill)?;
     let gone = async {

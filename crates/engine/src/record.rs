@@ -48,7 +48,7 @@ pub(crate) struct Record<P> {
     pub(crate) top: String,
     /// A top that a freeze was about to switch to.
     pub(crate) next_top: Option<String>,
-    /// Parked by its user; otherwise whoever finds it parked lets it run.
+    /// Parked by its user; otherwise an adoption that finds it parked lets it run.
     pub(crate) paused: bool,
     /// A prepared VM: nothing was thawed into it yet.
     pub(crate) waiting: bool,
@@ -106,7 +106,7 @@ impl<P: Serialize + DeserializeOwned> Record<P> {
         Ok(())
     }
 
-    /// None: there is no record that can be read, and so no machine.
+    /// None if there is no readable record, and so no machine.
     pub(crate) fn load(paths: &VmPaths) -> Option<Self> {
         let text = std::fs::read(path(paths)).ok()?;
         serde_json::from_slice::<Self>(&text).ok().filter(|record| record.version == VERSION)

@@ -1,8 +1,8 @@
 //! Users that monitors run as, and the owners of files.
 //!
-//! Users are numbers of a range that nothing else should use, drawn at random so that two nodes of one host
-//! seldom meet. Base files are root's: a monitor can read them through names or descriptors it is given, and
-//! write none.
+//! Users are numbers of a range that nothing else should use, drawn at random so that two nodes of
+//! one host seldom meet. Base files are root's: a monitor can read them through names or
+//! descriptors it is given, and write none.
 
 use crate::{EngineError, Result};
 use parking_lot::Mutex;
@@ -43,7 +43,7 @@ impl Users {
         Ok(User { id, of: self.clone() })
     }
 
-    /// The number of a machine that was found again.
+    /// The number of an adopted machine again.
     pub(crate) fn claim(&self, id: u32) -> User {
         self.0.lock().insert(id);
         User { id, of: self.clone() }
@@ -69,7 +69,8 @@ pub(crate) fn close(dir: &Path, mode: u32, group: Option<u32>) -> Result<()> {
         .map_err(EngineError::at("close", dir))
 }
 
-/// Closes a directory of base files to all but root: a monitor gets its own names for what it needs.
+/// Closes a directory of base files to all but root: a monitor gets its own names for what it
+/// needs.
 pub(crate) fn chmod_private(dir: &Path) -> Result<()> {
     close(dir, 0o700, None)
 }

@@ -1,10 +1,10 @@
 //! What the header of a disk layer may say.
 //!
-//! A qcow2 header can name other files (a backing file, an external data file), and say how much memory its tables
-//! take. A layer may come from anywhere; so its header is compared with what we would have written before anything opens
-//! it as what it claims to be.
+//! A qcow2 header can name other files (a backing file, an external data file), and say how much
+//! memory its tables take. A layer may come from anywhere; so its header is compared with what we
+//! would have written before anything opens it as what it claims to be.
 
-/// Bytes of a header that are looked at. A shorter file is no layer.
+/// Bytes of a header that are looked at. A shorter file is not a layer.
 pub const HEADER_LEN: usize = 104;
 /// Bits of the size of a cluster.
 pub const CLUSTER_BITS: u32 = 16;
@@ -15,8 +15,8 @@ const MAX_L1_ENTRIES: u64 = 1 << 17;
 /// Clusters of the table of reference counts, for the same reason.
 const MAX_REFCOUNT_CLUSTERS: u64 = 64;
 
-/// Checks the header of an overlay for a disk of `disk` bytes: the fields of version 3 that could reach outside the file
-/// or change its meaning. Says what is wrong.
+/// Checks the header of an overlay for a disk of `disk` bytes: the fields of version 3 that could
+/// reach outside the file or change its meaning. Says what is wrong.
 pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static str> {
     let number = |at, len| number(header, at, len);
     let (magic, version, backing, size) = (number(0, 4), number(4, 4), number(8, 8), number(24, 8));
@@ -30,7 +30,8 @@ pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static
         () if backing != 0 && backing_len != 0 => Err("names a backing file"),
         () if encryption != 0 => Err("is encrypted"),
         // Bit 0 says it was not closed: the case for every layer of a running machine's ancestor.
-        // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its own.
+        // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its
+        // own.
         () if incompatible & !1 != 0 || number(88, 8) != 0 => {
             Err("needs features that our layers do not have")
         }
@@ -50,7 +51,8 @@ pub fn disk_bytes(header: &[u8; HEADER_LEN]) -> u64 {
     number(header, 24, 8)
 }
 
-/// Bytes that a file with this header has at least: its two first tables. One that is to be written must have them.
+/// Bytes that a file with this header has at least: its two first tables. One that is to be written
+/// must have them.
 pub fn least_bytes(header: &[u8; HEADER_LEN]) -> u64 {
     let number = |at, len| number(header, at, len);
     let l1 = number(40, 8).saturating_add(number(36, 4) * 8);

@@ -67,8 +67,8 @@ pub fn open(dir: &Path) -> Result<Manifest, SnapshotError> {
     Ok(manifest)
 }
 
-/// Writes the manifest so that a crash leaves the old state or the new one: new file, flush, rename, flush
-/// of the directory. Everything else in the directory must have been flushed before.
+/// Writes the manifest so that a crash leaves the old state or the new one: new file, flush,
+/// rename, flush of the directory. Everything else in the directory must have been flushed before.
 ///
 /// # Errors
 /// [`SnapshotError::Io`].
@@ -97,7 +97,7 @@ fn parse(text: &[u8]) -> Result<Manifest, SnapshotError> {
         Err(error) => return refuse(format!("{MANIFEST_FILE} is not JSON ({error})")),
     };
     if value.get("kind").and_then(|kind| kind.as_str()) != Some(KIND) {
-        return refuse(format!("{MANIFEST_FILE} does not begin as kind {KIND:?}"));
+        return refuse(format!("{MANIFEST_FILE} does not start with kind {KIND:?}"));
     }
     match value.get("version").and_then(serde_json::Value::as_u64) {
         Some(version) if version == u64::from(VERSION) => {}
@@ -128,7 +128,7 @@ fn check(manifest: &Manifest) -> Result<(), SnapshotError> {
     }
     if manifest.layers.is_empty() || manifest.layers.len() > MAX_LAYERS {
         return refuse(format!(
-            "it has {} disk layers, 1 to {MAX_LAYERS} are possible",
+            "it has {} disk layers; 1 to {MAX_LAYERS} are possible",
             manifest.layers.len()
         ));
     }

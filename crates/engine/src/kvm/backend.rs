@@ -80,7 +80,8 @@ impl Backend for KvmBackend {
         monitor::end_unrecorded(paths).await
     }
 
-    /// Blanks and zygotes have ended with the node: their sockets closed. A machine listens at its control socket.
+    /// Blanks and zygotes have ended with the node: their sockets closed. A machine listens at its
+    /// control socket.
     async fn attach(
         host: &Arc<Host>,
         process: Arc<Process>,
@@ -91,7 +92,7 @@ impl Backend for KvmBackend {
         let mut member = lineage.admit(&paths.dir, record.shape.memory_mib);
         // It is in its group already, if there are any.
         if let Err(error) = member.attach(process.pid()) {
-            tracing::warn!(pid = process.pid(), %error, "a machine that was found");
+            tracing::warn!(pid = process.pid(), %error, "an adopted machine");
         }
         let monitor = Monitor {
             watched: Watched::new(process, None, || member.ended())?,

@@ -1,19 +1,21 @@
 //! Keeping disk chains short.
 //!
-//! Every freeze adds a layer, and a read that no layer answers asks all of them. Above [`FEW`] layers the overlays of a
-//! machine are merged into one in the background, and the machine is told to read that instead. Nothing immutable is
-//! written, and relatives do not notice; the price is that the copied clusters are no longer shared. A freeze waits for
-//! it only when the chain would reach [`MANY`].
+//! Every freeze adds a layer, and a read that no layer answers asks all of them. Above [`FEW`]
+//! layers the overlays of a machine are merged into one in the background, and the machine is told
+//! to read that instead. Nothing immutable is written, and relatives do not notice; the price is
+//! that the copied clusters are no longer shared. A freeze waits for it only when the chain would
+//! reach [`MANY`].
 //!
-//! `qemu-img` does the work, in a jail, on copies of the layers (blocks are shared): a guest may have written what it
-//! reads.
+//! `qemu-img` does the work, in a jail, on copies of the layers (blocks are shared): a guest may
+//! have written what it reads.
 //!
 //! ```text
 //!   raw ── o1 ── o2 ── o3 ── top          a copy of o1 gets what o2 and o3 have
 //!   raw ────── flat ──────── top
 //! ```
 //!
-//! The tool does not see what is below: it moves whole clusters, and a cluster that reads as zeroes stays a zero cluster.
+//! The tool does not see what is below: it moves whole clusters, and a cluster that reads as zeroes
+//! stays a zero cluster.
 
 use super::{
     fds::open_layers,
@@ -50,7 +52,8 @@ use std::{
 const FEW: usize = 8;
 /// From this many layers on a freeze waits until that is done.
 const MANY: usize = 32;
-/// In the working directory: the layer that gets what the others have, the last of those, and the result as a copy of ours.
+/// In the working directory: the layer that gets what the others have, the last of those, and the
+/// result as a copy of ours.
 const FLAT: &str = "flat";
 const LAST: &str = "last";
 const OURS: &str = "ours";
@@ -94,7 +97,8 @@ pub(super) async fn wait_short_enough(vm: &KvmVm, record: &mut Record) -> Result
 
 async fn in_background(vm: &KvmVm, layers: Vec<Layer>) -> Result<()> {
     let flat = flatten(vm, layers).await?;
-    // A freeze that waits for us holds the record: it does the work again, which is right, only slower.
+    // A freeze that waits for us holds the record: it does the work again, which is right, only
+    // slower.
     let Ok(mut record) = tokio::time::timeout(Duration::from_secs(1), vm.record.lock()).await else {
         return drop_flat(vm, &flat);
     };
@@ -179,7 +183,7 @@ impl Work<'_> {
         }
         let overlays: Vec<_> = of.iter().skip(1).map(|layer| layer_path(&paths.dir, &layer.name)).collect();
         let [first, between @ .., last] = overlays.as_slice() else {
-            return Err(EngineError::Monitor("has no layers to make one".into()));
+            return Err(EngineError::Monitor("has no layers to merge".into()));
         };
         self.copy(first, FLAT)?;
         let mut names = Vec::new();
@@ -249,7 +253,7 @@ impl Work<'_> {
         let mut why = String::new();
         // Without its output the error has only how it ended.
         let _ = stderr.map(|pipe| pipe.take(400).read_to_string(&mut why));
-        Err(EngineError::Monitor(format!("has layers that cannot be made one: {how} {}", why.trim())))
+        Err(EngineError::Monitor(format!("has layers that cannot be merged: {how} {}", why.trim())))
     }
 }
 
@@ -315,7 +319,8 @@ mod tests {
             make_top(&common, DISK_MIB, &path, None)?;
             of.push(layer);
             let writes = format!("write -P {} {}k 300k", 0x20 + number, u32::from(number) * 200);
-            // Zeroes over data of the bottom, and over what the layer before has; some of them written over again.
+            // Zeroes over data of the bottom, and over what the layer before has; some of them
+            // written over again.
             let zeroes = format!("write -z {}k 200k", 4096 + u32::from(number) * 100);
             let opened = opened(&paths.dir, &of);
             run(

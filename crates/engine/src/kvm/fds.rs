@@ -57,7 +57,7 @@ impl VmFds {
         Ok(Self { top, files })
     }
 
-    /// All descriptors, with those of the lower layers in `dir`.
+    /// All descriptors, including the lower layers in `dir`.
     pub(super) fn with_layers(self, dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, OwnedFd)>> {
         let Self { mut files, .. } = self;
         files.extend(open_layers(dir, layers)?);
@@ -75,7 +75,8 @@ pub(super) fn open_layers(dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, Own
     layers.iter().map(open).collect()
 }
 
-/// An empty top layer. It stays root's: the monitor writes it through the descriptor and cannot open it.
+/// An empty top layer. It stays root's: the monitor writes it through the descriptor and cannot
+/// open it.
 pub(super) fn new_top(common: &Common, dir: &Path, disk_mib: u32) -> Result<(String, File)> {
     let name = new_name(Format::Qcow2);
     let path = layer_path(dir, &name);

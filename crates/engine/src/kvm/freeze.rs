@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!   node      an empty top layer is made; what the guest wrote to the old one is flushed
-//!   monitor   parks its vCPUs, forks a zygote, goes on with the new top
+//!   monitor   parks its vCPUs, forks a zygote, continues with the new top
 //!   node      the old top becomes a base file, as a copy that shares its blocks: the monitor can still write the
 //!             file that it has open
 //! ```
 //!
-//! Memory is written nowhere. If the node dies anywhere in it, whoever adopts the machine mends it: the record names
-//! the top that was about to be switched to, and the machine knows how many layers it has.
+//! No memory is written. If the node dies anywhere in it, adopting the machine repairs it: the
+//! record names the top that was about to be switched to, and the machine knows how many layers it
+//! has.
 
 use super::{
     chain,
@@ -81,7 +82,8 @@ async fn try_freeze(
     Ok((frozen, FreezeReport { vcpu_pause, steps: watch.into_steps() }))
 }
 
-/// What is done before the vCPUs stop: makes the new top, and flushes what the pause would have to flush otherwise.
+/// What is done before the vCPUs stop: makes the new top, and flushes what the pause would have to
+/// flush otherwise.
 async fn prepare(vm: &KvmVm, record: &mut Record) -> Result<File> {
     let (host, dir) = (Arc::clone(&vm.host), vm.paths.dir.clone());
     let (old, disk_mib) = (layer_path(&dir, &record.top), vm.shape.disk_mib);

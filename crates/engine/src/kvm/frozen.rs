@@ -6,8 +6,8 @@
 //!                └── thaw: fork <───┴── the resident zygote of these files
 //! ```
 //!
-//! What a zygote has written is copied before it becomes a base file (blocks are shared): it keeps the descriptors
-//! that it wrote with.
+//! What a zygote has written is copied before it becomes a base file (blocks are shared): it keeps
+//! the descriptors that it wrote with.
 
 use super::{
     chain,
@@ -44,8 +44,8 @@ use tokio::sync::{Mutex, MutexGuard};
 
 /// What a zygote writes into.
 const PART: [&str; 2] = ["vm.mem.part", "vm.state.part"];
-/// After this many generations a machine is stored and thawed from its files: each fork lengthens what the kernel has to
-/// walk for a page of an ancestor.
+/// After this many generations a machine is stored and thawed from its files: each fork lengthens
+/// what the kernel has to walk for a page of an ancestor.
 const GENERATIONS: u32 = 64;
 
 /// A machine at one instant.
@@ -115,8 +115,8 @@ impl KvmFrozen {
         Ok(zygote)
     }
 
-    /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs less. Meanwhile machines
-    /// are thawed from the zygote.
+    /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs
+    /// less. Meanwhile machines are thawed from the zygote.
     async fn store(&self, _permit: &MutexGuard<'_, ()>) -> Result<Manifest> {
         let zygote = match &*self.held.lock().await {
             Held::Stored { manifest, .. } => return Ok(Manifest::clone(manifest)),
@@ -166,7 +166,8 @@ impl KvmFrozen {
         blocking(move || keep(&dir, &memory, state, &persisted)).await
     }
 
-    /// A zygote of stored files may be gone at any moment, and another can be loaded from them: this is tried once.
+    /// A zygote of stored files may be gone at any moment, and another can be loaded from them:
+    /// this is tried once.
     async fn thaw_in(&self, paths: &VmPaths, fds: VmFds, watch: &mut Stopwatch) -> Result<Arc<KvmVm>> {
         let zygote = self.zygote(paths.dir.join(MEMORY_FILE)).await?;
         let error = match self.thaw_off(&zygote, paths, fds, watch).await {
@@ -174,8 +175,9 @@ impl KvmFrozen {
             done => return done,
         };
         let pid = zygote.monitor.pid();
-        tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote was gone; another is loaded");
-        // What the first one was given cannot be used again: it may have made a machine that has begun to write.
+        tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote has exited; loading another");
+        // What the first one was given cannot be used again: it may have made a machine that has
+        // begun to write.
         end_unrecorded(paths).await?;
         let (host, at, disk_mib) = (Arc::clone(&self.host), paths.clone(), self.image.shape.disk_mib);
         let fds = blocking(move || {
@@ -207,7 +209,8 @@ impl KvmFrozen {
         let (top, from) = (fds.top.clone(), self.image.dir.clone());
         let (dir, below) = (paths.dir.clone(), layers.clone());
         let stored = match &*self.held.lock().await {
-            // A machine that is alone must not learn what others touched, and has a file that was never read.
+            // A machine that is alone must not learn what others touched, and has a file that was
+            // never read.
             Held::Stored { files, sharing, .. } if *sharing != Sharing::None => Some(Arc::clone(files)),
             _ => None,
         };
@@ -245,8 +248,8 @@ impl KvmFrozen {
     }
 }
 
-/// Files for a zygote to write into, memory that begins as its base and an empty state: our descriptors, to read back what
-/// was written, and the zygote's.
+/// Files for a zygote to write into, memory that begins as its base and an empty state: our
+/// descriptors, to read back what was written, and the zygote's.
 type Parts = ([File; 2], Vec<(Role, OwnedFd)>);
 
 fn open_parts(dir: &Path, pid: u32) -> Result<Parts> {

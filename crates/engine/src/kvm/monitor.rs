@@ -50,14 +50,14 @@ impl Drop for Zygote {
     fn drop(&mut self) {
         // It ends when its socket closes; a hostile one does not.
         if let Err(error) = self.monitor.watched.process.kill() {
-            tracing::warn!(%error, "a zygote could not be ended");
+            tracing::warn!(%error, "cannot end a zygote");
         }
     }
 }
 
 /// A pipe for the standard error of a copy: our end, and the copy's as a descriptor of a request.
 pub(super) fn stderr_pipe() -> Result<(OwnedFd, (Role, OwnedFd))> {
-    let failed = |source| EngineError::Io { what: "cannot make a pipe for a monitor".into(), source };
+    let failed = |source| EngineError::Io { what: "cannot create a pipe for a monitor".into(), source };
     let (ours, theirs) = std::io::pipe().map_err(failed)?;
     Ok((ours.into(), (Role::Stderr, theirs.into())))
 }
@@ -120,8 +120,8 @@ impl Monitor {
         }
     }
 
-    /// A process that was forked off another. Whatever the other said, it must be the process that answers on
-    /// `control`.
+    /// A process that was forked off another. Whatever the other said, it must be the process that
+    /// answers on `control`.
     pub(super) async fn forked(
         pid: u32,
         control: Control,
@@ -153,7 +153,8 @@ impl Monitor {
         tokio::time::timeout(END_LIMIT, self.watched.wait()).await.is_ok()
     }
 
-    /// Ends a process after an error. If it has ended already, how it ended says more than the error.
+    /// Ends a process after an error. If it has ended already, how it ended says more than the
+    /// error.
     pub(super) async fn give_up(self, error: EngineError) -> EngineError {
         let ended = self.ends().await;
         if let Err(error) = self.watched.kill().await {
@@ -188,7 +189,7 @@ impl Background {
         match member.attach(pid) {
             Ok(()) => member.defer(),
             // It has ended already, or stays in the group of its parent.
-            Err(error) => tracing::debug!(pid, %error, "a copy in the background has no control group"),
+            Err(error) => tracing::debug!(pid, %error, "a background copy has no control group"),
         }
         Watched::new(Arc::new(process), None, || member.ended()).map(|watched| Some(Self(watched)))
     }
@@ -202,13 +203,13 @@ impl Background {
 impl Drop for Background {
     fn drop(&mut self) {
         if let Err(error) = self.0.process.kill() {
-            tracing::warn!(pid = self.0.process.pid(), %error, "a copy in the background could not be ended");
+            tracing::warn!(pid = self.0.process.pid(), %error, "cannot end a background copy");
         }
     }
 }
 
-/// Ends the machine that listens with these paths, if there is one: a thaw that failed after its fork, or one that the
-/// node did not live to record. It is gone when this returns.
+/// Ends the machine that listens with these paths, if there is one: a thaw that failed after its
+/// fork, or one that the node did not live to record. It is gone when this returns.
 pub(super) async fn end_unrecorded(paths: &VmPaths) -> Result<()> {
     let control = Control::at(paths.run_dir.join(CONTROL));
     let Ok((_, pid)) = control.hello().await else { return Ok(()) };

@@ -1,7 +1,7 @@
 //! Whether KVM here is worth using.
 //!
-//! A `/dev/kvm` may interpret every instruction: then QEMU's translator is faster, and Linux takes too long to boot. So
-//! the monitor measures, in a separate process, and the engine decides.
+//! A `/dev/kvm` may interpret every instruction: then QEMU's translator is faster, and Linux takes
+//! too long to boot. So the monitor measures, in a separate process, and the engine decides.
 
 use super::host::{Host, KvmConfig};
 use crate::{Capabilities, EngineError, Result, cgroup, files::probe_store, process::blocking, users::USERS};
@@ -38,7 +38,7 @@ pub(super) async fn probe(host: &Arc<Host>) -> Capabilities {
 fn judge(config: &KvmConfig, version: String, speed: u64) -> (bool, String, String) {
     let jail = match config.common.first_user {
         Some(first) => format!("jailed, as users {first} to {}", first + (USERS - 1)),
-        None => "its processes are not jailed, because this one is not root".into(),
+        None => "its processes are not jailed, because the node is not root".into(),
     };
     let usable = speed >= NATIVE || config.forced;
     let note = match usable {
@@ -76,7 +76,9 @@ fn measure(binary: &Path) -> Result<(String, u64)> {
             Some(status) => break status,
             None if started.elapsed() > PATIENCE => {
                 child.kill().and_then(|()| child.wait()).map_err(EngineError::at("end", binary))?;
-                return Err(EngineError::Monitor("runs no guest on KVM here: it makes no progress".into()));
+                return Err(EngineError::Monitor(
+                    "cannot run a guest on KVM here: it makes no progress".into(),
+                ));
             }
             None => std::thread::sleep(Duration::from_millis(2)),
         }
@@ -89,7 +91,7 @@ fn measure(binary: &Path) -> Result<(String, u64)> {
     };
     if !status.success() {
         let why = read(child.stderr.as_mut().map(|pipe| pipe as &mut dyn Read));
-        return Err(EngineError::Monitor(format!("runs no guest here: {why}")));
+        return Err(EngineError::Monitor(format!("cannot run a guest here: {why}")));
     }
     let answer = read(child.stdout.as_mut().map(|pipe| pipe as &mut dyn Read));
     parse(&answer).ok_or_else(|| EngineError::Monitor("does not print its version and speed".into()))

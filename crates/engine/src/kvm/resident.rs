@@ -1,9 +1,9 @@
 //! Zygotes of stored machines that stay: making a machine from a template is then one fork.
 //!
-//! A zygote is kept for the files it was loaded from, known by the inode of their memory, within a sharing scope:
-//! machines of one zygote share memory until they write it. Its own memory is mapped from the file, so that an unused
-//! zygote costs little more than its process. The least used go first, and all go when the host runs short of memory or
-//! their files are gone.
+//! A zygote is kept for the files it was loaded from, known by the inode of their memory, within a
+//! sharing scope: machines of one zygote share memory until they write it. Its own memory is mapped
+//! from the file, so that an unused zygote costs little more than its process. The least used go
+//! first, and all go when the host runs short of memory or their files are gone.
 
 use super::{
     control::{about, shape},
@@ -58,7 +58,7 @@ impl Residents {
         }
     }
 
-    /// The zygote of these files, loaded if there is none. Machines that share nothing have one each.
+    /// The zygote of these files, loaded if needed. Machines that share nothing have one each.
     pub(super) async fn get(&self, files: &Arc<StoredFiles>, sharing: Sharing) -> Result<Arc<Zygote>> {
         if sharing == Sharing::None {
             return self.load(files, sharing).await;
@@ -90,7 +90,7 @@ impl Residents {
     pub(super) async fn close(&self) {
         for resident in self.kept.lock().await.drain(..) {
             if let Err(error) = resident.zygote.monitor.watched.kill().await {
-                tracing::warn!(%error, "a zygote could not be ended");
+                tracing::warn!(%error, "cannot end a zygote");
             }
         }
     }

@@ -43,8 +43,9 @@ impl StoredFiles {
         })
     }
 
-    /// For a zygote. Its memory is either the file, or if `alone` a copy without a name in `store`, which shares blocks on
-    /// disk but no page in memory: reading it shows nothing of what others read.
+    /// For a zygote. Its memory is either the file, or if `alone` a copy without a name in `store`,
+    /// which shares blocks on disk but no page in memory: reading it shows nothing of what others
+    /// read.
     pub(super) fn descriptors(&self, alone: bool, store: &Path) -> Result<[(Role, OwnedFd); 2]> {
         let memory = if alone { self.copy_memory(store)? } else { self.reopen(&self.memory)? };
         Ok([(Role::Memory, memory.into()), (Role::State, self.reopen(&self.state)?.into())])
@@ -71,7 +72,7 @@ impl StoredFiles {
         Ok((meta.dev(), meta.ino()))
     }
 
-    /// The same file with a position of its own.
+    /// The same file with a separate position.
     fn reopen(&self, file: &File) -> Result<File> {
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         File::open(path).map_err(EngineError::at("open", &self.dir))

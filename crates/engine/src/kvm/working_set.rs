@@ -1,10 +1,11 @@
 //! What a machine touches first, read ahead.
 //!
-//! Shortly after the first machine has been thawed from stored files, or before it ends, the pages of the memory file that
-//! it has by then are recorded beside that file, as ranges: its working set. Whoever loads the files later has the kernel
-//! read these into its page cache, so that a machine on a host that has not read the file yet does not wait for each of
-//! them (RFD 010). A machine that is thawed later gets them before it runs, instead of with an exit for each (RFD 013).
-//! It is a hint: without it, or with a wrong one, machines are right and only slower.
+//! Shortly after the first machine has been thawed from stored files, or before it ends, the pages
+//! of the memory file that it has by then are recorded beside that file, as ranges: its working
+//! set. A later load has the kernel read these into its page cache, so that a machine on a host
+//! that has not read the file yet does not wait for each of them (RFD 010). A machine that is
+//! thawed later gets them before it runs, instead of with an exit for each (RFD 013). It is a hint:
+//! without it, or with a wrong one, machines are right and only slower.
 //!
 //! ```text
 //!   0          8        12       44
@@ -12,8 +13,8 @@
 //!              u32      of body
 //! ```
 //!
-//! A guest chooses what it touches, so the file is trusted no more than other files: it is read up to a limit, checked,
-//! and names parts of one file, which its own machines map anyway.
+//! A guest chooses what it touches, so the file is trusted no more than other files: it is read up
+//! to a limit, checked, and names parts of one file, which its own machines map anyway.
 
 use crate::{EngineError, Result, fsutil::remove_file, process::blocking};
 use keiki_control::Pages;
@@ -109,8 +110,8 @@ impl FirstRun {
     }
 }
 
-/// Records the working set of a machine that was thawed from these files, after a while or before it ends. None: it is
-/// known.
+/// Records the working set of a machine that was thawed from these files, after a while or before
+/// it ends. None: it is known.
 pub(super) fn record_later(dir: &Path, memory: &File, pid: u32) -> Option<FirstRun> {
     let (path, inode) = (dir.join(NAME), memory.metadata().ok()?.ino());
     if path.exists() {
@@ -199,7 +200,7 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, String> {
     let body = FRAME.decode(bytes).map_err(|error| format!("it {error}"))?;
     let (all, left) = Pages::decode(body);
     if all.len() > RANGES || left > 0 {
-        return Err("it is too long or cut short".into());
+        return Err("it is too long or truncated".into());
     }
     let mut end = 0;
     for Pages { first, count, .. } in &all {
@@ -208,7 +209,7 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, String> {
         }
         end = u64::from(*first) + u64::from(*count);
     }
-    if end * PAGE > size { Err("it names pages behind the end of memory".into()) } else { Ok(all) }
+    if end * PAGE > size { Err("it names pages beyond the end of memory".into()) } else { Ok(all) }
 }
 
 #[cfg(test)]
@@ -248,7 +249,7 @@ mod tests {
         }
         let many: Vec<_> = (0..=u32::try_from(RANGES).unwrap_or(0)).map(|page| (2 * page, 1)).collect();
         assert_eq!(bytes(&pages(&many)).len(), FRAME.header_len() + (RANGES + 1) * 8);
-        assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or cut short".into()));
+        assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or truncated".into()));
     }
 
     #[test]

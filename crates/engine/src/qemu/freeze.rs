@@ -7,9 +7,9 @@
 //!   runs    pages are written out; the old top gets its name in the frozen directory
 //! ```
 //!
-//! The pause holds only what needs the machine to stand still. If the node dies anywhere in it, whoever adopts the
-//! machine mends it: the record names the top that was about to be switched to, and whether the
-//! machine was parked by its user.
+//! The pause holds only what needs the machine to stand still. If the node dies anywhere in it,
+//! adopting the machine repairs it: the record names the top that was about to be switched to, and
+//! whether the machine was parked by its user.
 
 use super::{
     args::seen,
@@ -102,7 +102,7 @@ pub(super) fn node_name(layer: &str) -> String {
     format!("n{}", plain.get(tail..).unwrap_or_default())
 }
 
-/// Says that there is no backing: absent would mean "as the header says".
+/// States that there is no backing: if absent, the header would decide.
 fn with_null_backing(mut node: serde_json::Value) -> serde_json::Value {
     if let Some(fields) = node.as_object_mut() {
         fields.insert("backing".into(), serde_json::Value::Null);
@@ -152,8 +152,8 @@ pub(super) fn promote(record: &mut Record, node: &str) {
     }
 }
 
-/// Forgets a top that was not switched to. Best effort: the error that led here matters more, and a file
-/// that stays is removed with the machine.
+/// Forgets a top that was not switched to. Best effort: the error that led here matters more, and a
+/// file that stays is removed with the machine.
 pub(super) async fn abandon(vm: &QemuVm, record: &mut Record) {
     let Some(next) = record.next_top.take() else { return };
     let path = layer_path(&vm.paths.dir, &next);
@@ -173,8 +173,8 @@ fn full_or(error: EngineError, dir: &Path) -> EngineError {
     if said || free.is_ok_and(|free| free < NEEDED) { EngineError::NoSpace(dir.to_owned()) } else { error }
 }
 
-/// The file that the monitor writes its device state into. It is read from the descriptor we made it with: the
-/// monitor cannot put anything else into its place.
+/// The file that the monitor writes its device state into. It is read from the descriptor we made
+/// it with: the monitor cannot put anything else into its place.
 struct Saved {
     file: File,
     path: PathBuf,

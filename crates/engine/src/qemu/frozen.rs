@@ -1,7 +1,8 @@
 //! A frozen machine, and its thaw.
 //!
-//! A thaw gives the directory of a prepared VM its own names of every file, puts the chain under the top, loads the
-//! device state, and lets the vCPUs run. The machine then needs nothing of the frozen directory any more.
+//! A thaw gives the directory of a prepared VM its own names of every file, puts the chain under
+//! the top, loads the device state, and lets the vCPUs run. The machine then needs nothing of the
+//! frozen directory any more.
 
 use super::{
     args::{TOP_NODE, seen},
@@ -124,7 +125,7 @@ async fn loaded(monitor: &Monitor) -> Result<()> {
         match info.get("status").and_then(Value::as_str) {
             Some("completed") => return Ok(()),
             Some("failed") => {
-                let why = info.get("error-desc").and_then(Value::as_str).unwrap_or("no reason given");
+                let why = info.get("error-desc").and_then(Value::as_str).unwrap_or("it gave no reason");
                 return Err(EngineError::Monitor(format!("cannot load the device state: {why}")));
             }
             _ if started.elapsed() > LOAD => {
@@ -178,8 +179,8 @@ async fn start(vm: &Arc<QemuVm>) -> Result<()> {
     let monitor = &vm.backend.monitor;
     let run = async {
         monitor.qmp.run("cont", json!({})).await?;
-        // One more round of the monitor's loop, in which the guest learns that its agent port has closed. A connection
-        // made before would hide that from it.
+        // One more round of the monitor's loop, in which the guest learns that its agent port has
+        // closed. A connection made before would hide that from it.
         monitor.qmp.run("query-status", json!({})).await?;
         chain::shorten(vm, &*vm.record.lock().await).await;
         Ok(())

@@ -1,7 +1,7 @@
 //! What a monitor may touch, should its guest take it over.
 //!
-//! Every monitor runs as another user, without capabilities, in a mount namespace that holds the host's programs
-//! and libraries, read-only, and the machine's directory as [`INSIDE`]:
+//! Every monitor runs as another user, without capabilities, in a mount namespace that holds the
+//! host's programs and libraries, read-only, and the machine's directory as [`INSIDE`]:
 //!
 //! ```text
 //! /usr, /lib …          read-only
@@ -14,8 +14,8 @@
 //! /ram.so               root's, see `ram`
 //! ```
 //!
-//! Sockets and the tap are opened by the node and inherited, so the run directory is out of its reach: it cannot
-//! replace a socket there. What a monitor wrote becomes a base file only as a copy
+//! Sockets and the tap are opened by the node and inherited, so the run directory is out of its
+//! reach: it cannot replace a socket there. What a monitor wrote becomes a base file only as a copy
 //! that is root's (a reflink), because the monitor still holds the descriptor it wrote with.
 //!
 //! As another user it can neither signal nor trace its siblings, and task limits count by machine.
@@ -61,7 +61,7 @@ pub(super) fn user(host: &Host, paths: &VmPaths) -> Result<Option<User>> {
     Ok(Some(user))
 }
 
-/// The root of all jails: each mounts over it in a namespace of its own.
+/// The root of all jails: each mounts over it in a private namespace.
 pub(super) fn root(host: &Host) -> PathBuf {
     host.config.common.store.join("jail")
 }
@@ -69,7 +69,7 @@ pub(super) fn root(host: &Host) -> PathBuf {
 /// Can a monitor be jailed here? Says how they run.
 pub(super) fn probe(host: &Host) -> Result<String> {
     let Some(first) = host.config.common.first_user else {
-        return Ok("its processes are not jailed, because this one is not root".into());
+        return Ok("its processes are not jailed, because the node is not root".into());
     };
     let root = root(host);
     let failed = || EngineError::at("jail a process in", &root);
@@ -101,7 +101,7 @@ pub(super) fn probe(host: &Host) -> Result<String> {
 /// The jail of a monitor.
 pub(super) fn build(host: &Host, user: u32, launch: &Launch<'_>) -> Result<Jail> {
     let root = root(host);
-    let failed = || EngineError::at("make a jail in", &root);
+    let failed = || EngineError::at("create a jail in", &root);
     make_root(&root, &[INSIDE], &[KERNEL, INITRD]).map_err(failed())?;
     let disk = u64::from(launch.shape.disk_mib) << 20;
     let limits = Limits {

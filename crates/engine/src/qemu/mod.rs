@@ -17,10 +17,10 @@
 //! - `boot`, `running`, `backend`: a machine from its first boot on
 //! - `freeze`, `ram_copy`: memory, device state and disk at one instant
 //! - `chain`: disk chains kept short
-//! - `waiting`, `frozen`: prepared VMs, and the frozen machines that go on in them
+//! - `waiting`, `frozen`: prepared VMs, and the frozen machines that continue in them
 //!
-//! The store must be one filesystem with reflinks and hard links (XFS, btrfs): layers and memory images
-//! are shared between directories by hard links, so removing any directory breaks no other.
+//! The store must be one filesystem with reflinks and hard links (XFS, btrfs): layers and memory
+//! images are shared between directories by hard links, so removing any directory breaks no other.
 
 mod args;
 mod backend;

@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(60);
 
 type Waiting = Arc<Mutex<Option<HashMap<u64, oneshot::Sender<Result<Value>>>>>>;
 
-/// The connection. Dropping it closes it; the monitor goes on.
+/// The connection. Dropping it closes it; the monitor keeps running.
 pub(super) struct Qmp {
     writer: tokio::sync::Mutex<OwnedWriteHalf>,
     /// None once the connection has ended.
@@ -39,7 +39,8 @@ pub(super) struct Qmp {
 }
 
 impl Qmp {
-    /// Connects, waiting up to `patience` for the monitor to listen. `alive` says whether that may still happen.
+    /// Connects, waiting up to `patience` for the monitor to listen. `alive` says whether that may
+    /// still happen.
     pub(super) async fn connect(path: &Path, patience: Duration, alive: impl Fn() -> bool) -> Result<Self> {
         let started = Instant::now();
         let stream = loop {
