@@ -12,6 +12,7 @@
 //! | `module-name` | no module has the name of its crate |
 //! | `import-circle` | no two files of a crate import each other, directly or through others |
 //! | `crate-table` | the table of crates in `docs/ARCHITECTURE.md` is the real graph |
+//! | `markdown-width` | prose in Markdown wraps at 100 columns |
 //! | `retired-word` | no identifier is a word that `docs/ARCHITECTURE.md` lists as retired |
 //!
 //! Tests, examples and the end to end crate are free of the two length rules. Exceptions are in `xtask/tidy.allow`, one
@@ -19,6 +20,7 @@
 
 mod crates;
 mod imports;
+mod markdown;
 mod retired;
 mod rules;
 
@@ -64,6 +66,10 @@ fn all(root: &Path, files: &BTreeMap<String, String>) -> Result<Vec<Finding>> {
         findings.extend(check(path, text).with_context(|| format!("reading {path}"))?);
         if path.ends_with(".rs") {
             findings.extend(retired::check(path, text, &retired)?);
+        }
+        // The decision pages are still to be wrapped.
+        if path.ends_with(".md") && !path.starts_with("docs/rfd/") {
+            findings.extend(markdown::check(path, text));
         }
         // Each crate once: at its manifest.
         if let Some(package) = path.strip_suffix("/Cargo.toml") {
