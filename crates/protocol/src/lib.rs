@@ -9,10 +9,10 @@ pub mod handshake;
 pub mod seal;
 pub mod secrets;
 
-/// The generated schema of `proto/guest.proto`.
+/// Generated from `proto/guest.proto`; `tests/schema.rs` says how.
 #[allow(missing_docs, clippy::all, clippy::wildcard_imports)]
 pub mod guest {
-    tonic::include_proto!("keiki.guest.v1");
+    include!("../proto/guest.rs.in");
 }
 
 /// Name of the virtio-console port that carries the agent connection.

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 use tokio::net::TcpListener;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{Layer, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
 pub type Args = NodeArgs;
 
@@ -66,18 +66,14 @@ fn write_port(path: &Path, port: u16) -> Result<(), Failure> {
 }
 
 fn start_log(format: LogFormat) -> Result<(), Failure> {
-    let filter = match std::env::var(env::LOG) {
-        Ok(text) => EnvFilter::try_new(&text)
-            .map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?,
-        Err(_) => EnvFilter::new("info"),
+    let text = std::env::var(env::LOG).unwrap_or_else(|_| "info".into());
+    let filter: Targets =
+        text.parse().map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?;
+    let log = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    let log = match format {
+        LogFormat::Text => log.boxed(),
+        LogFormat::Json => log.json().boxed(),
     };
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
-    let started = match format {
-        LogFormat::Text => log.try_init(),
-        LogFormat::Json => log.json().try_init(),
-    };
+    let started = tracing_subscriber::registry().with(log.with_filter(filter)).try_init();
     started.map_err(|error| Failure::Wrong(format!("cannot start the log: {error}")))
 }
