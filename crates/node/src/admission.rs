@@ -6,9 +6,10 @@
 use crate::error::{Error, Result};
 use keiki_engine::MONITOR_MIB;
 use keiki_types::Shape;
+use parking_lot::Mutex;
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -58,7 +59,7 @@ impl DiskRoom {
     /// # Errors
     /// 507 if there is not so much room; 503 if it is there, but promised to others.
     pub fn reserve(&self, wanted: u64, free: impl FnOnce() -> Result<u64>) -> Result<Ticket> {
-        let _one = self.deciding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.deciding.lock();
         // In this order: what is given back in between has been written, and is missing in what is free.
         let reserved = self.reserved();
         let free = free()?;

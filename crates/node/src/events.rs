@@ -18,11 +18,12 @@ use keiki_types::{
     SandboxId,
     api::{Event, EventKind},
 };
+use parking_lot::{Mutex, MutexGuard};
 use rusqlite::{Connection, params};
 use std::{
     collections::{BTreeSet, VecDeque},
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 use tokio::sync::{Notify, broadcast, broadcast::error::RecvError};
 
@@ -224,11 +225,11 @@ impl Follower {
 
 impl Inner {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     fn database(&self) -> MutexGuard<'_, Connection> {
-        self.database.lock().unwrap_or_else(PoisonError::into_inner)
+        self.database.lock()
     }
 
     /// Writes what is pending; what cannot be written stays pending. Call with the file held, so that the order of

@@ -4,30 +4,41 @@
 //! sees of it.
 
 mod admission;
-mod dial;
+mod births;
+mod config;
+mod daemon;
+mod entry;
 mod error;
 mod events;
-mod exec;
-mod files;
+mod fleet;
+mod freeze;
 mod guest;
+mod journal;
 mod key;
 mod lifecycle;
 mod locks;
+mod memory;
 mod metrics;
-mod node;
+mod observe;
 mod once;
-mod ports;
 mod records;
+mod recovery;
 mod sandbox;
+mod sandboxes;
+mod sources;
+mod stale;
+mod start;
 mod store;
+mod sweep;
+mod templates;
 mod timings;
-mod trees;
-mod upload;
+mod verbs;
 
+pub use config::Config;
+pub use daemon::Node;
 pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
 pub use keiki_types::Sharing;
-pub use node::{Config, Node};
 
 /// What a network of slots in this range needs of the host, for `doctor`. What it makes to
 /// try, it removes. Blocks.

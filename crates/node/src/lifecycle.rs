@@ -1,4 +1,4 @@
-//! Which verb a sandbox accepts in which state. Pure: no clock, no I/O, so that every pair is tested.
+//! Which verbs a sandbox accepts in which state. Pure: no clock, no I/O, so that every pair is tested.
 //!
 //! ```text
 //!  creating ──> running <──pause/resume──> paused
@@ -52,23 +52,19 @@ pub fn decide(status: Status, verb: Verb) -> Decision {
         (Status::Creating, _) => Refuse("is still being created"),
         (Status::Stopping | Status::Deleted, _) => Refuse("is being deleted"),
         (_, Verb::Delete) => Go,
-        (Status::Failed, _) => Refuse("has failed; delete it"),
+        (Status::Failed, _) => Refuse("has failed: delete it"),
 
         (Status::Running, Verb::Resume | Verb::Wake) => Already,
         (Status::Running, _) => Go,
 
         (Status::Paused, Verb::Pause) => Already,
         (Status::Paused, Verb::Resume | Verb::Freeze | Verb::Hibernate) => Go,
-        (Status::Paused, Verb::Use | Verb::Wake) => {
-            Refuse("is not running (paused or hibernated) — resume/wake it first")
-        }
+        (Status::Paused, Verb::Use | Verb::Wake) => Refuse("is paused: resume it first"),
 
         (Status::Hibernated, Verb::Hibernate) => Already,
         (Status::Hibernated, Verb::Wake) => Go,
         (Status::Hibernated, Verb::Use | Verb::Freeze) => WakeFirst,
-        (Status::Hibernated, Verb::Pause | Verb::Resume) => {
-            Refuse("is not running (paused or hibernated) — resume/wake it first")
-        }
+        (Status::Hibernated, Verb::Pause | Verb::Resume) => Refuse("is hibernated: wake it first"),
     }
 }
 
@@ -98,7 +94,7 @@ pub fn sweep(status: Status, idle_ms: u64, ttl_seconds: u64, in_flight: usize, p
 /// Who came first, a use or the end of the time. Every step is taken whole, under one lock: whatever the order in
 /// which they arrive, a use that has begun keeps the sweeper off, and one that comes later waits for what it does.
 #[derive(Debug, Clone, Copy)]
-pub struct Gate {
+pub struct IdleTracker {
     in_flight: usize,
     last_activity: Instant,
     /// Its machine is about to be taken away (hibernation): new uses wait for the outcome.
@@ -118,7 +114,7 @@ pub enum Arrival {
     Refuse(&'static str),
 }
 
-impl Gate {
+impl IdleTracker {
     /// Nothing in flight, active now.
     #[must_use]
     pub fn new(now: Instant) -> Self {
@@ -177,7 +173,7 @@ impl Gate {
 
 #[cfg(test)]
 mod tests {
-    use super::{Arrival, Decision, Gate, Sweep, Verb, decide, sweep};
+    use super::{Arrival, Decision, IdleTracker, Sweep, Verb, decide, sweep};
     use keiki_types::Status;
     use proptest::{
         prelude::{ProptestConfig, any, prop},
@@ -216,7 +212,7 @@ mod tests {
         #[test]
         fn whoever_arrives_first_wins(steps in steps(), ttl in 1u64..3, persistent in any::<bool>()) {
             let mut now = Instant::now();
-            let mut gate = Gate::new(now);
+            let mut tracker = IdleTracker::new(now);
             let mut status = Status::Running;
             let (mut uses, mut active, mut claimed) = (0usize, now, None);
             for step in steps {
@@ -229,21 +225,21 @@ mod tests {
                             (_, Status::Hibernated) => Arrival::WakeFirst,
                             _ => Arrival::Refuse("is being deleted"),
                         };
-                        prop_assert_eq!(gate.arrive(status, now), expected);
+                        prop_assert_eq!(tracker.arrive(status, now), expected);
                         match expected {
                             Arrival::Begun => (uses, active) = (uses + 1, now),
                             // As `begin` does: it wakes, and asks again.
                             Arrival::WakeFirst => {
                                 status = Status::Running;
-                                gate.touch(now);
-                                prop_assert_eq!(gate.arrive(status, now), Arrival::Begun);
+                                tracker.touch(now);
+                                prop_assert_eq!(tracker.arrive(status, now), Arrival::Begun);
                                 (uses, active) = (uses + 1, now);
                             }
                             _ => {}
                         }
                     }
                     Step::Depart if uses > 0 => {
-                        gate.depart(now);
+                        tracker.depart(now);
                         (uses, active) = (uses - 1, now);
                     }
                     // The sweeper leaves alone what a verb holds.
@@ -254,7 +250,7 @@ mod tests {
                             (Status::Running, true, false) => Sweep::Delete,
                             _ => Sweep::Keep,
                         };
-                        prop_assert_eq!(gate.sweep(status, now, ttl, persistent), expected);
+                        prop_assert_eq!(tracker.sweep(status, now, ttl, persistent), expected);
                         if expected != Sweep::Keep {
                             // Nobody is cut off: no use was in flight, none can begin.
                             claimed = Some(expected);
@@ -265,18 +261,18 @@ mod tests {
                     }
                     Step::Finish(done) => match claimed.take() {
                         Some(Sweep::Hibernate) => {
-                            gate.set_leaving(false);
+                            tracker.set_leaving(false);
                             if done {
                                 status = Status::Hibernated;
                             } else {
-                                gate.touch(now);
+                                tracker.touch(now);
                                 active = now;
                             }
                         }
                         Some(Sweep::Delete) if done => status = Status::Deleted,
                         Some(Sweep::Delete) => {
                             status = Status::Running;
-                            gate.touch(now);
+                            tracker.touch(now);
                             active = now;
                         }
                         _ => {}

@@ -1,9 +1,10 @@
 //! A lock for each name, made when somebody asks for it and forgotten when nobody uses it.
 
+use parking_lot::Mutex;
 use std::{
     collections::HashMap,
     hash::Hash,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 use tokio::sync::RwLock;
 
@@ -21,7 +22,7 @@ impl<K> Default for Locks<K> {
 impl<K: Hash + Eq> Locks<K> {
     /// The lock of this name: the same one for all who use it at a time.
     pub fn of(&self, name: K) -> Arc<RwLock<()>> {
-        let mut locks = self.locks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut locks = self.locks.lock();
         if let Some(lock) = locks.get(&name).and_then(Weak::upgrade) {
             return lock;
         }
@@ -34,6 +35,6 @@ impl<K: Hash + Eq> Locks<K> {
     /// How many names are remembered.
     #[cfg(test)]
     pub fn len(&self) -> usize {
-        self.locks.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.locks.lock().len()
     }
 }

@@ -6,13 +6,48 @@
 //! between the two cannot be, and a request that failed leaves no name behind: sending it again tries again. Of two
 //! at the same time the second waits for the first.
 
+use crate::{
+    daemon::Inner,
+    error::{Error, Result},
+    records::RequestRecord,
+};
 pub use keiki_api::Once;
+use tokio::sync::OwnedRwLockWriteGuard;
 
-use crate::records::RequestRecord;
+/// Held by a named request: others of its name wait.
+type Permit = Option<OwnedRwLockWriteGuard<()>>;
 
-/// Is the recorded request this one?
-pub fn is_recorded(once: &Once, record: &RequestRecord) -> bool {
-    record.asked == once.request()
+impl Inner {
+    /// Carries out a verb, unless a request of this name did it before: then the answer is `again` of what that made.
+    pub(crate) async fn once<T>(
+        &self,
+        once: Option<&Once>,
+        verb: impl Future<Output = Result<T>>,
+        again: impl AsyncFnOnce(Vec<String>) -> Result<T>,
+    ) -> Result<T> {
+        let (_permit, made) = self.permit(once).await?;
+        match made {
+            Some(made) => again(made).await,
+            None => verb.await,
+        }
+    }
+
+    /// Waits for others of its name; then tells what the first of them made, if it was carried out.
+    async fn permit(&self, once: Option<&Once>) -> Result<(Permit, Option<Vec<String>>)> {
+        let Some(once) = once else { return Ok((None, None)) };
+        let permit = self.requests.of(once.key().into()).write_owned().await;
+        let made = match self.journal.records.request(once.key()).await? {
+            None => None,
+            Some(record) if record.asked == once.request() => Some(record.made),
+            Some(_) => {
+                return Err(Error::KeyTaken(
+                    "this Idempotency-Key was used for another request: send a new key with a new request"
+                        .into(),
+                ));
+            }
+        };
+        Ok((Some(permit), made))
+    }
 }
 
 /// The record of a request, with what it made.

@@ -9,14 +9,10 @@ use keiki_types::{
     EngineKind, Origin, SandboxId, Shape, SnapshotId, Status,
     api::{self, Stale, Timings, secrets::Fates},
 };
+use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use std::{
-    collections::BTreeMap,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 use time::OffsetDateTime;
 
 pub use keiki_api::rfc3339;
@@ -395,10 +391,7 @@ impl Records {
         F: FnOnce(&mut Inner) -> anyhow::Result<T> + Send + 'static,
     {
         let inner = Arc::clone(&self.inner);
-        let done = tokio::task::spawn_blocking(move || {
-            work(&mut inner.lock().unwrap_or_else(PoisonError::into_inner))
-        })
-        .await;
+        let done = tokio::task::spawn_blocking(move || work(&mut inner.lock())).await;
         done.map_err(|cause| Error::internal("the record keeper failed", cause))?.map_err(|cause| match cause
             .downcast_ref::<rusqlite::Error>()
             .and_then(rusqlite::Error::sqlite_error_code)

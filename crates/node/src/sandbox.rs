@@ -10,7 +10,7 @@ use crate::{
     admission::Ticket,
     error::{Error, Result},
     guest::{GuestLink, refusal as guest_refusal},
-    lifecycle::{self, Arrival, Decision, Gate, Sweep, Verb},
+    lifecycle::{self, Arrival, Decision, IdleTracker, Sweep, Verb},
     records::{SandboxRecord, rfc3339},
 };
 use keiki_engine::Machine;
@@ -39,7 +39,7 @@ pub struct Sandbox<L = Live> {
 struct State<L> {
     record: SandboxRecord,
     live: Option<Arc<L>>,
-    gate: Gate,
+    idle: IdleTracker,
 }
 
 /// The machine of a running or paused sandbox.
@@ -117,7 +117,7 @@ impl Use {
 
 impl<L> Drop for Use<L> {
     fn drop(&mut self) {
-        self.sandbox.state().gate.depart(Instant::now());
+        self.sandbox.state().idle.depart(Instant::now());
     }
 }
 
@@ -148,7 +148,7 @@ impl<L> Sandbox<L> {
         Arc::new(Self {
             id: record.id,
             verb: Arc::default(),
-            state: Mutex::new(State { record, live, gate: Gate::new(Instant::now()) }),
+            state: Mutex::new(State { record, live, idle: IdleTracker::new(Instant::now()) }),
         })
     }
 
@@ -190,11 +190,11 @@ impl<L> Sandbox<L> {
     fn arrive(self: &Arc<Self>) -> Result<Begin<L>> {
         let mut state = self.state();
         let status = state.record.status;
-        match state.gate.arrive(status, Instant::now()) {
+        match state.idle.arrive(status, Instant::now()) {
             Arrival::Begun => match state.live.clone() {
                 Some(live) => Ok(Begin::Go(Use { sandbox: Arc::clone(self), live })),
                 None => {
-                    state.gate.depart(Instant::now());
+                    state.idle.depart(Instant::now());
                     Err(refusal(&state.record, "has no machine"))
                 }
             },
@@ -224,7 +224,7 @@ impl<L> Sandbox<L> {
         let mut state = self.state();
         let (before, ttl, persistent) =
             (state.record.status, state.record.ttl_seconds, state.record.persistent);
-        let verdict = state.gate.sweep(before, Instant::now(), ttl, persistent);
+        let verdict = state.idle.sweep(before, Instant::now(), ttl, persistent);
         if verdict == Sweep::Delete {
             state.record.status = Status::Stopping;
         }
@@ -242,25 +242,25 @@ impl<L> Sandbox<L> {
     pub fn set_live(&self, live: Option<Arc<L>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
         let mut state = self.state();
         state.live = live;
-        state.gate.touch(Instant::now());
+        state.idle.touch(Instant::now());
         change(&mut state.record);
         state.record.clone()
     }
 
     /// From now on new uses wait: its machine is about to be taken away, or no longer.
     pub fn set_leaving(&self, leaving: bool) {
-        self.state().gate.set_leaving(leaving);
+        self.state().idle.set_leaving(leaving);
     }
 
     /// Counts as activity.
     pub fn touch(&self) {
-        self.state().gate.touch(Instant::now());
+        self.state().idle.touch(Instant::now());
     }
 
     /// Since the last activity; zero while something is in flight.
     #[must_use]
     pub fn idle(&self) -> Duration {
-        self.state().gate.idle(Instant::now())
+        self.state().idle.idle(Instant::now())
     }
 }
 
@@ -306,11 +306,7 @@ impl Sandbox {
 
 /// Why a record's state refuses something; of a machine that ended by itself, with its last words.
 fn refusal(record: &SandboxRecord, why: &str) -> Error {
-    // The words that clients of the field match on start with "sandbox not running".
-    let what = match why.strip_prefix("is not running") {
-        Some(rest) => format!("sandbox not running{rest}"),
-        None => format!("sandbox {} {why}", record.id),
-    };
+    let what = format!("sandbox {} {why}", record.id);
     match record.status {
         Status::Failed => Error::Failed { what, console: console_of(record) },
         _ => Error::Conflict(what),

@@ -24,7 +24,7 @@ pub async fn paused_and_resumed(world: Arc<World>) -> Result<()> {
     sandbox.sh("echo kept > /dev/shm/x").await?;
     ensure!(client.pause(sandbox.id).await?.status == Status::Paused, "not paused");
     ensure!(client.pause(sandbox.id).await?.status == Status::Paused, "pausing twice");
-    refused(client.exec(sandbox.id, &echo()).await, 409, "sandbox not running (paused or hibernated)")?;
+    refused(client.exec(sandbox.id, &echo()).await, 409, "is paused: resume it first")?;
     let child = sandbox.fork_one().await?;
     ensure!(child.sh("cat /dev/shm/x").await? == "kept", "a child of a paused sandbox");
     ensure!(sandbox.view().await?.status == Status::Paused, "the fork woke its parent");

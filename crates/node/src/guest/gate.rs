@@ -1,6 +1,6 @@
 //! The release gate: a thawed copy assumes its identity and acknowledges it; only then do its user processes resume.
 
-use super::{
+use super::link::{
     GuestLink, LIMITS, Limits, entropy, failed, key_request, open, plain, sealed_to, unreached, within,
 };
 use crate::error::Result;

@@ -1,6 +1,6 @@
 //! The node against agents that a hostile guest could run.
 
-use super::{Gate, GuestLink, Limits, Secrets, plain, refusal};
+use super::{Gate, GuestLink, Secrets, link::Limits, plain, refusal};
 use crate::error::Error;
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};

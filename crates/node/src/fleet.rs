@@ -1,0 +1,233 @@
+//! The machines of this node, and what they need of the host: an engine that runs them, a network slot for each,
+//! directories, room in RAM and on disk.
+//!
+//! A machine begins as a VM that is prepared over a memory image ([`Fleet::prepare`]) and thawed into
+//! ([`Fleet::thaw`]), or, while a template is baked, with a boot. Whatever fails, nothing of it is left.
+
+use crate::{
+    admission::{Admission, DiskRoom, Ticket},
+    error::{Error, Result},
+    sandbox::Live,
+    store::{Store, make_dir},
+};
+use keiki_engine::{BootSpec, Engine, EngineError, Frozen, Image, Machine, PreparedVm, VmPaths};
+use keiki_net::Slot;
+use keiki_sys::stopwatch::Stopwatch;
+use keiki_types::{SandboxId, Shape, Sharing};
+use std::{path::Path, sync::Arc, time::Duration};
+use tokio::sync::Semaphore;
+
+/// How much of the guest's console a failure shows, in bytes: a kernel's panic, from what happened to its last line.
+pub(crate) const CONSOLE_TAIL: usize = 4096;
+/// Machines started or released at once, for each CPU.
+const STARTING_PER_CPU: usize = 3;
+
+/// Makes machines and ends them.
+pub(crate) struct Fleet {
+    pub engine: Arc<dyn Engine>,
+    pub slots: keiki_net::Slots,
+    pub admission: Admission,
+    /// On the store.
+    pub room: DiskRoom,
+    store: Store,
+    sharing: Sharing,
+    starting: Semaphore,
+}
+
+/// A VM that waits for a frozen machine, with its directories and its network.
+pub(crate) struct Prepared {
+    pub id: SandboxId,
+    vm: PreparedVm,
+    slot: Slot,
+}
+
+impl Prepared {
+    pub fn is_alive(&self) -> bool {
+        self.vm.is_alive()
+    }
+
+    pub fn slot_index(&self) -> u16 {
+        self.slot.index()
+    }
+}
+
+/// A machine that runs and whose guest was not released yet.
+pub(crate) struct Unreleased {
+    pub id: SandboxId,
+    pub machine: Box<dyn Machine>,
+    pub slot: Slot,
+}
+
+impl Fleet {
+    pub fn new(
+        engine: Arc<dyn Engine>,
+        slots: keiki_net::Slots,
+        store: Store,
+        sharing: Sharing,
+        admission: Admission,
+    ) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            engine,
+            slots,
+            admission,
+            room: DiskRoom::default(),
+            store,
+            sharing,
+            starting: Semaphore::new(STARTING_PER_CPU * cpus),
+        }
+    }
+
+    /// More machines than a few per CPU, started or released at once, would only make all of them late.
+    pub async fn permit(&self) -> Option<tokio::sync::SemaphorePermit<'_>> {
+        self.starting.acquire().await.ok()
+    }
+
+    /// Room on the store, for as long as the operation runs.
+    pub fn reserve_disk(&self, bytes: u64) -> Result<Ticket> {
+        self.room.reserve(bytes, || self.store.free_bytes())
+    }
+
+    /// What the machine of this sandbox owns.
+    pub fn paths(&self, id: SandboxId, slot: Option<&Slot>) -> VmPaths {
+        VmPaths {
+            dir: self.store.sandbox(id),
+            run_dir: self.store.run(id),
+            netns: slot.map(Slot::netns_path),
+        }
+    }
+
+    /// A memory image in a new directory, for a freeze to fill.
+    pub async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
+        make_dir(dir)?;
+        self.engine.image(dir, shape).await.map_err(|error| engine_error("cannot make a memory image", error))
+    }
+
+    /// Opens a frozen machine whose memory may be shared in this scope, and in none wider than the node's.
+    pub async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>> {
+        let loaded = self.engine.load(dir, sharing.min(self.sharing)).await;
+        loaded.map_err(|error| engine_error("the snapshot cannot be loaded", error))
+    }
+
+    /// Makes a frozen machine durable.
+    pub async fn persist(&self, frozen: &dyn Frozen) -> Result<()> {
+        let done = frozen.persist().await;
+        done.map(drop).map_err(|error| engine_error("the snapshot cannot be written", error))
+    }
+
+    /// Prepares a VM over a memory image.
+    pub async fn prepare(&self, id: SandboxId, image: &Image) -> Result<Prepared> {
+        let _permit = self.permit().await;
+        let (slot, paths) = self.allot(id).await?;
+        match self.engine.prepare(image, paths).await {
+            Ok(vm) => Ok(Prepared { id, vm, slot }),
+            Err(error) => {
+                self.clear(id, Some(slot)).await;
+                Err(engine_error("cannot start a monitor", error))
+            }
+        }
+    }
+
+    /// Gives a prepared VM up.
+    pub async fn cancel(&self, prepared: Prepared) {
+        prepared.vm.cancel().await;
+        self.clear(prepared.id, Some(prepared.slot)).await;
+    }
+
+    /// Thaws a frozen machine into a prepared VM.
+    pub async fn thaw(
+        &self,
+        frozen: &dyn Frozen,
+        prepared: Prepared,
+        watch: &mut Stopwatch,
+    ) -> Result<Unreleased> {
+        let Prepared { id, vm, slot } = prepared;
+        match frozen.thaw(vm).await {
+            Ok((machine, steps)) => {
+                for (step, took) in steps.0 {
+                    watch.note(step, took);
+                }
+                watch.lap("thaw");
+                Ok(Unreleased { id, machine, slot })
+            }
+            Err(error) => {
+                self.clear(id, Some(slot)).await;
+                Err(engine_error("the machine cannot be thawed", error))
+            }
+        }
+    }
+
+    /// Boots a machine from nothing.
+    pub async fn boot(&self, id: SandboxId, spec: &BootSpec) -> Result<Unreleased> {
+        let (slot, paths) = self.allot(id).await?;
+        match self.engine.boot(spec, paths).await {
+            Ok(machine) => Ok(Unreleased { id, machine, slot }),
+            Err(error) => {
+                self.clear(id, Some(slot)).await;
+                Err(engine_error("the template cannot be booted", error))
+            }
+        }
+    }
+
+    /// Ends the machine of a sandbox.
+    pub async fn end(&self, live: &Live) {
+        live.guest.close();
+        let slot = live.slot.lock().take();
+        self.end_machine(live.id, live.machine.as_ref(), slot).await;
+    }
+
+    /// Ends a machine and takes back everything it had.
+    pub async fn end_machine(&self, id: SandboxId, machine: &dyn Machine, slot: Option<Slot>) {
+        if let Err(error) = machine.stop().await {
+            tracing::error!(%id, error = &error as &dyn std::error::Error, "a monitor could not be ended");
+        }
+        self.clear(id, slot).await;
+    }
+
+    /// Removes a machine's directories and gives its slot back.
+    pub async fn clear(&self, id: SandboxId, slot: Option<Slot>) {
+        for dir in [self.store.sandbox(id), self.store.run(id)] {
+            self.store.remove_or_log(dir).await;
+        }
+        if let Some(slot) = slot {
+            self.slots.give_back(slot).await;
+        }
+    }
+
+    /// A network slot and directories for a machine.
+    async fn allot(&self, id: SandboxId) -> Result<(Slot, VmPaths)> {
+        let slot = self.slots.take().await;
+        let slot = slot.map_err(|cause| Error::internal("no network slot can be made", cause))?;
+        let paths = self.paths(id, Some(&slot));
+        match make_dir(&paths.dir).and_then(|()| make_dir(&paths.run_dir)) {
+            Ok(()) => Ok((slot, paths)),
+            Err(error) => {
+                self.clear(id, Some(slot)).await;
+                Err(error)
+            }
+        }
+    }
+}
+
+/// An engine's failure as the API reports it.
+pub(crate) fn engine_error(what: &str, error: EngineError) -> Error {
+    match error {
+        EngineError::NoSpace(_) => Error::NoRoom(format!("{what}: insufficient host storage for sandbox")),
+        EngineError::Refused { ref why, .. } => {
+            Error::Conflict(format!("{what}: the snapshot cannot be used: {why}"))
+        }
+        error => Error::internal(format!("{what}: {error}"), error),
+    }
+}
+
+/// Adds the end of the guest's console, where the reason stands if the guest caused the failure.
+pub(crate) async fn with_console(error: Error, machine: &dyn Machine) -> Error {
+    let tail = tokio::time::timeout(Duration::from_secs(2), machine.console(CONSOLE_TAIL)).await;
+    let tail = String::from_utf8_lossy(&tail.unwrap_or_default()).trim().to_owned();
+    match error {
+        Error::Internal { what, cause, .. } if !tail.is_empty() => {
+            Error::Internal { what, console: Some(tail), cause }
+        }
+        error => error,
+    }
+}

@@ -1,0 +1,166 @@
+//! Connections to ports inside a sandbox, over the agent channel: no network of the host has a part in it.
+
+use crate::{
+    error::{Error, Result},
+    guest::link::{is_broken, plain, refusal, within},
+    sandbox::Use,
+};
+use bytes::{Buf, Bytes};
+use futures::{Stream, StreamExt, stream};
+use keiki_api::Dialed;
+use keiki_protocol::guest::DialChunk;
+use std::{
+    io,
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::{OwnedSemaphorePermit, mpsc},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::PollSender;
+use tonic::{Code, Status, Streaming};
+
+/// Bytes sent at once.
+const PIECE: usize = 32 << 10;
+/// A connection that has ended is given this long to deliver what it was sent.
+const LINGER: Duration = Duration::from_secs(60);
+/// The guest gives up earlier by itself.
+const CONNECT_LIMIT: Duration = Duration::from_secs(40);
+
+struct Connection {
+    call: Option<Call>,
+    piece: Bytes,
+    from_ended: bool,
+    to_ended: bool,
+}
+
+/// The call that carries it. Dropped in the middle, it resets the connection inside.
+struct Call {
+    from: Streaming<DialChunk>,
+    to: PollSender<DialChunk>,
+    _using: Use,
+    _stream: OwnedSemaphorePermit,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Some(mut call) = self.call.take().filter(|_| self.from_ended && self.to_ended) else { return };
+        // All is said, but not all delivered: the guest ends the call when it is.
+        tokio::spawn(async move {
+            let delivered =
+                tokio::time::timeout(LINGER, async { while let Some(Ok(_)) = call.from.next().await {} });
+            let _ = delivered.await;
+        });
+    }
+}
+
+/// Connects to a TCP port of a guest, on whichever of its own addresses something listens. 502 if nothing does, 503 if too
+/// many streams are open.
+pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
+    let permit = using.live.guest.stream()?;
+    let (to, chunks) = mpsc::channel(1);
+    let mut guest = using.live.guest.client().await;
+    let mut answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
+    let mut sender = to;
+    if answer.as_ref().is_err_and(is_broken) {
+        // Nothing was sent yet but the port.
+        let (to, chunks) = mpsc::channel(1);
+        sender = to;
+        let mut guest = match using.live.guest.reconnect().await {
+            Ok(guest) => guest,
+            Err(error) => return Err(using.explain(error).await),
+        };
+        answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
+    }
+    match answer {
+        Ok(answer) => {
+            let (from, to) = (answer.into_inner(), PollSender::new(sender));
+            let call = Some(Call { from, to, _using: using, _stream: permit });
+            Ok(Box::new(Connection { call, piece: Bytes::new(), from_ended: false, to_ended: false }))
+        }
+        Err(status) => Err(using.explain(refused(&status)).await),
+    }
+}
+
+fn named(port: u16, chunks: mpsc::Receiver<DialChunk>) -> impl Stream<Item = DialChunk> + Send + 'static {
+    let first = DialChunk { port: port.into(), ..DialChunk::default() };
+    stream::iter([first]).chain(ReceiverStream::new(chunks))
+}
+
+fn refused(status: &Status) -> Error {
+    match status.code() {
+        Code::NotFound => Error::Unreachable(format!("{} in the sandbox", plain(status.message()))),
+        _ => refusal(status),
+    }
+}
+
+impl Connection {
+    fn poll_send(&mut self, cx: &mut Context<'_>, chunk: impl FnOnce() -> DialChunk) -> Poll<io::Result<()>> {
+        let gone = || cut("the connection was cut off");
+        let Some(call) = &mut self.call else { return Poll::Ready(Err(gone())) };
+        ready!(call.to.poll_reserve(cx)).map_err(|_| gone())?;
+        Poll::Ready(call.to.send_item(chunk()).map_err(|_| gone()))
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        while self.piece.is_empty() && !self.from_ended {
+            let next = match &mut self.call {
+                Some(call) => ready!(call.from.poll_next_unpin(cx)),
+                None => None,
+            };
+            match next {
+                Some(Ok(chunk)) => {
+                    self.piece = chunk.data;
+                    self.from_ended = chunk.eof;
+                }
+                Some(Err(status)) => return Poll::Ready(Err(cut(&plain(status.message())))),
+                None => return Poll::Ready(Err(cut("the connection was cut off"))),
+            }
+        }
+        let take = self.piece.len().min(buffer.remaining());
+        buffer.put_slice(&self.piece[..take]);
+        self.piece.advance(take);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if self.to_ended {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
+        if bytes.is_empty() {
+            return Poll::Ready(Ok(0));
+        }
+        let piece = &bytes[..bytes.len().min(PIECE)];
+        ready!(
+            self.poll_send(cx, || DialChunk { data: Bytes::copy_from_slice(piece), ..DialChunk::default() })
+        )?;
+        Poll::Ready(Ok(piece.len()))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.to_ended {
+            ready!(self.poll_send(cx, || DialChunk { eof: true, ..DialChunk::default() }))?;
+            self.to_ended = true;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+fn cut(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionReset, why)
+}

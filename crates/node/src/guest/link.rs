@@ -1,0 +1,342 @@
+//! The node's end of the agent channel: a connection that exists only to a machine that was released, and calls that
+//! survive its breaking.
+
+use crate::error::{Error, Result};
+use keiki_protocol::{
+    client::{ConnectError, Met, Opened},
+    guest::{
+        FlushRequest, FreezeUserRequest, ReadSecretsRequest, SealedSecrets, SecretKeyReply, SecretKeyRequest,
+        ThawUserRequest, WipeSecretsRequest, guest_client::GuestClient,
+    },
+    seal::{Key, Plain, SealError, seal},
+};
+use rand::RngCore;
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    net::UnixStream,
+    sync::{OwnedSemaphorePermit, Semaphore},
+};
+use tonic::{Code, Status, transport::Channel};
+
+/// A guest that does not say hello within this is given up.
+const CONNECT_LIMIT: Duration = Duration::from_secs(20);
+/// Each call of the release gate and of the freeze order is bounded by this.
+const CALL_LIMIT: Duration = Duration::from_secs(20);
+/// Any other call that is answered once: what a caller asked for may take the guest a while.
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// Calls of unknown length at once; the others are for what is answered soon.
+const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
+/// Characters of what a guest says that are passed on in an error.
+const SAID: usize = 300;
+/// User processes must stand still within this, or the freeze is refused.
+const FREEZE_LIMIT_MS: u32 = 5_000;
+/// Bytes of fresh entropy that each copy gets.
+const ENTROPY_BYTES: usize = 256;
+
+/// How long a guest may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub connect: Duration,
+    pub call: Duration,
+    pub answer: Duration,
+}
+
+pub(super) const LIMITS: Limits = Limits { connect: CONNECT_LIMIT, call: CALL_LIMIT, answer: ANSWER_LIMIT };
+
+/// A connection to the agent of one machine; renewed when it breaks.
+pub struct GuestLink {
+    socket: PathBuf,
+    generation: u64,
+    limits: Limits,
+    client: tokio::sync::Mutex<GuestClient<Channel>>,
+    streams: Arc<Semaphore>,
+    closed: AtomicBool,
+}
+
+impl GuestLink {
+    /// To a machine that was released before: after a restart of the node, say. A new copy comes through its [`Gate`].
+    ///
+    /// # Errors
+    /// If the guest does not answer in time, has another identity, or its agent is of another age.
+    pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
+        let opened = open_released(socket, generation, LIMITS.connect).await?;
+        Self::over(opened, socket.into(), generation, LIMITS).await
+    }
+
+    pub(super) async fn over(
+        opened: Opened,
+        socket: PathBuf,
+        generation: u64,
+        limits: Limits,
+    ) -> Result<Self> {
+        let client = tokio::sync::Mutex::new(opened.client().await.map_err(unreached)?);
+        let streams = Arc::new(Semaphore::new(MAX_STREAMS));
+        Ok(Self { socket, generation, limits, client, streams, closed: AtomicBool::new(false) })
+    }
+
+    /// A client to call with. Cheap; streams of several clients share the connection.
+    pub async fn client(&self) -> GuestClient<Channel> {
+        self.client.lock().await.clone()
+    }
+
+    /// A place among the calls that last as long as their caller likes, so that others always find one.
+    ///
+    /// # Errors
+    /// 503 if all are taken.
+    pub fn stream(&self) -> Result<OwnedSemaphorePermit> {
+        Arc::clone(&self.streams).try_acquire_owned().map_err(|_| Error::Busy {
+            why: format!("{MAX_STREAMS} commands, connections and streams are open in this sandbox"),
+            retry_after: Duration::from_secs(1),
+        })
+    }
+
+    /// Replaces a broken connection.
+    ///
+    /// # Errors
+    /// As [`GuestLink::connect`].
+    pub async fn reconnect(&self) -> Result<GuestClient<Channel>> {
+        let mut client = self.client.lock().await;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::internal(
+                "the guest's agent does not answer",
+                anyhow::anyhow!("it has ended"),
+            ));
+        }
+        let opened = open_released(&self.socket, self.generation, self.limits.connect).await?;
+        *client = opened.client().await.map_err(unreached)?;
+        Ok(client.clone())
+    }
+
+    /// Never connects again: the machine ends, and the next one of this sandbox listens at the same place.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated. Whatever
+    /// the guest does, it ends within a time: a deadline in the request alone would leave that to the guest.
+    ///
+    /// # Errors
+    /// What the agent answered.
+    pub async fn call<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        within(self.limits.answer, self.call_unbounded(call)).await
+    }
+
+    async fn call_unbounded<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let first = call(self.client().await).await;
+        let answer = match first {
+            Err(status) if is_broken(&status) => {
+                let client =
+                    self.reconnect().await.map_err(|error| Status::unavailable(error.to_string()))?;
+                call(client).await
+            }
+            answer => answer,
+        };
+        answer.map(tonic::Response::into_inner)
+    }
+
+    /// Writes dirty disk data out ahead of a freeze, so that the pause need not.
+    ///
+    /// # Errors
+    /// If the guest does not do it in time.
+    pub async fn flush(&self) -> Result<()> {
+        let call = self.call(|mut guest| async move { guest.flush(limited(FlushRequest {})).await });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("flush its disk", status))
+    }
+
+    /// Makes all user processes stand still.
+    ///
+    /// # Errors
+    /// If they do not in time; they run on then.
+    pub async fn freeze_user(&self) -> Result<()> {
+        let request = FreezeUserRequest { timeout_ms: FREEZE_LIMIT_MS };
+        let call = self.call(|mut guest| async move { guest.freeze_user(limited(request)).await });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("freeze its processes", status))
+    }
+
+    /// Reads secrets of the machine, while its user processes stand still.
+    ///
+    /// # Errors
+    /// If the guest does not hand them over.
+    pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
+        let (key, public_key) = Key::new();
+        let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
+        // Not repeated: the answer of another time is sealed to the same key, which opens one.
+        let mut client = self.client().await;
+        let read = within(self.limits.call, client.read_secrets(limited(request))).await;
+        let read = read.map_err(|status| failed("hand its secrets over", status))?.into_inner();
+        key.open(&read).map_err(|error| unsealed("hand its secrets over", error))
+    }
+
+    /// Overwrites them where they lie.
+    ///
+    /// # Errors
+    /// If the guest does not.
+    pub async fn wipe_secrets(&self, names: &[String]) -> Result<()> {
+        let call = self.call(|mut guest| {
+            let request = limited(WipeSecretsRequest { names: names.to_vec() });
+            async move { guest.wipe_secrets(request).await }
+        });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("wipe its secrets", status))
+    }
+
+    /// Writes them into their files again.
+    ///
+    /// # Errors
+    /// If the guest does not take them.
+    pub async fn put_secrets(&self, secrets: &[Plain]) -> Result<()> {
+        let sealed = self.sealed(secrets).await?;
+        // Not repeated over a new connection: the guest's key opens one message.
+        let mut client = self.client().await;
+        let done = within(self.limits.call, client.put_secrets(limited(sealed))).await;
+        done.map(drop).map_err(|status| failed("take its secrets back", status))
+    }
+
+    /// Secrets as they may cross the channel: sealed to a key that the guest makes for them.
+    async fn sealed(&self, secrets: &[Plain]) -> Result<SealedSecrets> {
+        let mut client = self.client().await;
+        let asked = client.secret_key(limited(key_request()));
+        sealed_to(within(self.limits.call, asked).await.map(tonic::Response::into_inner), secrets)
+    }
+
+    /// Lets them go on.
+    ///
+    /// # Errors
+    /// If the guest does not answer.
+    pub async fn thaw_user(&self) -> Result<()> {
+        let call = self.call(|mut guest| async move { guest.thaw_user(limited(ThawUserRequest {})).await });
+        let done = within(self.limits.call, call).await;
+        done.map(drop).map_err(|status| failed("thaw its processes", status))
+    }
+}
+
+/// The connection is gone, as opposed to: the agent said no.
+#[must_use]
+pub fn is_broken(status: &Status) -> bool {
+    matches!(status.code(), Code::Unavailable | Code::Cancelled)
+        || (status.code() == Code::Unknown && std::error::Error::source(status).is_some())
+}
+
+/// What the agent's answer to a request of the API's caller means to that caller.
+#[must_use]
+pub fn refusal(status: &Status) -> Error {
+    let said = plain(status.message());
+    match status.code() {
+        Code::NotFound => Error::NotFound(said),
+        Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
+        Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
+        Code::ResourceExhausted => Error::NoRoom(said),
+        // Said by the agent, not by the transport: something in the guest cannot be read, opened, started.
+        Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
+            Error::Conflict(said)
+        }
+        Code::Unimplemented => other_age(),
+        Code::DeadlineExceeded => Error::Timeout(format!("timeout: {said}")),
+        _ => Error::internal("the sandbox's agent failed", anyhow::Error::new(quoted(status))),
+    }
+}
+
+/// A guest's words, fit for a terminal and a log: few, and without control characters.
+#[must_use]
+pub fn plain(said: &str) -> String {
+    let mut characters = said.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut text: String = characters.by_ref().take(SAID).collect();
+    if characters.next().is_some() {
+        text.push('…');
+    }
+    text
+}
+
+/// The same status in such words, and without what else came with it.
+fn quoted(status: &Status) -> Status {
+    Status::new(status.code(), plain(status.message()))
+}
+
+/// Gives up after `limit`.
+///
+/// # Errors
+/// Those of the call; [`Code::DeadlineExceeded`] if it does not end.
+pub async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let late = || Status::deadline_exceeded(format!("no answer within {} ms", limit.as_millis()));
+    tokio::time::timeout(limit, call).await.unwrap_or_else(|_| Err(late()))
+}
+
+fn limited<T>(message: T) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.set_timeout(CALL_LIMIT);
+    request
+}
+
+pub(super) fn failed(what: &str, status: Status) -> Error {
+    let why = plain(status.message());
+    Error::internal(format!("the guest did not {what}: {why}"), anyhow::Error::new(quoted(&status)))
+}
+
+fn unsealed(what: &str, error: SealError) -> Error {
+    failed(what, Status::internal(error.to_string()))
+}
+
+/// Asks for a key that secrets are sealed to.
+pub(super) fn key_request() -> SecretKeyRequest {
+    SecretKeyRequest { entropy: entropy().into() }
+}
+
+/// Seals them to the key that the guest answered with.
+pub(super) fn sealed_to(key: Result<SecretKeyReply, Status>, secrets: &[Plain]) -> Result<SealedSecrets> {
+    let key = key.map_err(|status| failed("make a key for its secrets", status))?;
+    seal(&key.public_key, secrets).map_err(|error| unsealed("make a key for its secrets", error))
+}
+
+/// Randomness for a guest.
+pub(super) fn entropy() -> Vec<u8> {
+    let mut bytes = vec![0; ENTROPY_BYTES];
+    rand::rng().fill_bytes(&mut bytes);
+    bytes
+}
+
+/// Shakes hands with the agent behind a socket.
+pub(super) async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(Opened, Met)> {
+    let stream = UnixStream::connect(socket).await.map_err(|error| unreached(error.into()))?;
+    Opened::open(stream, generation, limit).await.map_err(unreached)
+}
+
+/// Also checks that the machine has the identity of this generation.
+async fn open_released(socket: &Path, generation: u64, limit: Duration) -> Result<Opened> {
+    let (opened, met) = open(socket, generation, limit).await?;
+    if met.hello.generation == generation {
+        return Ok(opened);
+    }
+    let why = format!("it is of generation {} instead of {generation}", met.hello.generation);
+    Err(Error::internal("the machine was not released", anyhow::anyhow!(why)))
+}
+
+pub(super) fn unreached(error: ConnectError) -> Error {
+    match error {
+        ConnectError::Version { .. } => other_age(),
+        error => Error::internal("the guest's agent does not answer", error),
+    }
+}
+
+/// An agent is as old as the template that its machine comes from.
+fn other_age() -> Error {
+    Error::Conflict(
+        "the agent in this machine is of another version than this node: bake its template again (`keiki template rebake \
+         NAME`), and make the sandbox or snapshot anew from that"
+            .into(),
+    )
+}

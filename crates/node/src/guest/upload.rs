@@ -1,0 +1,80 @@
+//! A body of any size, as messages of a call to the guest.
+
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use futures::{Stream, StreamExt, stream::BoxStream};
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// One message of it.
+const PIECE: usize = 128 << 10;
+
+/// Why an upload broke off, if it did: that is its caller's failure, not the guest's.
+#[derive(Debug, Clone, Default)]
+pub struct Broken(Arc<Mutex<Option<Error>>>);
+
+impl Broken {
+    /// What the guest answered, or what broke the upload off.
+    ///
+    /// # Errors
+    /// What broke it off.
+    pub fn or<T>(&self, answer: T) -> Result<T> {
+        match self.0.lock().take() {
+            Some(error) => Err(error),
+            None => Ok(answer),
+        }
+    }
+}
+
+/// Messages made of each piece of `data`, and last of its end. An upload that breaks off never says its end.
+pub fn messages<T: Send + 'static>(
+    data: BoxStream<'static, Result<Bytes>>,
+    mut make: impl FnMut(Option<Bytes>) -> T + Send + 'static,
+) -> (impl Stream<Item = T> + Send + 'static, Broken) {
+    let broken = Broken::default();
+    let told = broken.clone();
+    let pieces = data.flat_map(|piece| {
+        let parts: Vec<Result<Bytes>> = match piece {
+            Ok(piece) => piece.chunks(PIECE).map(|part| Ok(piece.slice_ref(part))).collect(),
+            Err(error) => vec![Err(error)],
+        };
+        futures::stream::iter(parts)
+    });
+    let messages =
+        pieces.map(Some).chain(futures::stream::once(async { None })).scan(false, move |failed, piece| {
+            let message = match piece {
+                _ if *failed => None,
+                Some(Ok(data)) => Some(make(Some(data))),
+                Some(Err(error)) => {
+                    *failed = true;
+                    *told.0.lock() = Some(error);
+                    None
+                }
+                None => Some(make(None)),
+            };
+            futures::future::ready(message)
+        });
+    (messages, broken)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PIECE, messages};
+    use crate::error::Error;
+    use bytes::Bytes;
+    use futures::StreamExt;
+
+    #[tokio::test]
+    async fn a_broken_upload_never_says_its_end() {
+        let upload = |pieces: Vec<Result<Bytes, Error>>| async {
+            let (messages, broken) = messages(futures::stream::iter(pieces).boxed(), |piece| piece);
+            let all: Vec<_> = messages.collect().await;
+            (all.iter().filter(|piece| piece.is_none()).count(), all.len(), broken.or(()).is_err())
+        };
+        assert_eq!(upload(vec![Ok("ab".into()), Ok("c".into())]).await, (1, 3, false));
+        assert_eq!(upload(vec![]).await, (1, 1, false));
+        assert_eq!(upload(vec![Ok(vec![0; PIECE + 1].into())]).await, (1, 3, false));
+        let bad = Err(Error::Invalid("cut".into()));
+        assert_eq!(upload(vec![Ok("ab".into()), bad, Ok("c".into())]).await, (0, 1, true));
+    }
+}

@@ -1,0 +1,204 @@
+//! Start and stop.
+
+use crate::{
+    admission::Admission,
+    config::Config,
+    daemon::{Inner, Node},
+    error::{Error, Result},
+    events::Events,
+    fleet::Fleet,
+    journal::Journal,
+    key,
+    locks::Locks,
+    memory::Measured,
+    metrics::Metrics,
+    records::{Records, SandboxRecord},
+    sandboxes::Sandboxes,
+    sources::Sources,
+    store::{Store, make_dir},
+    sweep,
+    templates::Templates,
+};
+use keiki_api::Previews;
+use keiki_engine::{Capabilities, Common, Engine, kvm, qemu};
+use keiki_net::{EgressPolicy, NodeTag, Slots, SlotsConfig};
+use keiki_types::EngineKind;
+use std::{path::PathBuf, sync::Arc, time::Duration};
+use tokio_util::task::TaskTracker;
+
+/// How long a node that stops waits for what is under way.
+const VERB_LIMIT: Duration = Duration::from_secs(45);
+/// Network slots built ahead of use.
+const SLOTS_AHEAD: usize = 8;
+
+impl Node {
+    /// Starts a node on its directories.
+    ///
+    /// # Errors
+    /// If something it needs is missing; the sentence says what.
+    pub async fn start(config: Config) -> Result<Self> {
+        if !config.guest_binary.is_file() {
+            return Err(Error::Invalid(format!(
+                "no guest agent at {}: build it, or say where it is with --guest-binary",
+                config.guest_binary.display()
+            )));
+        }
+        let store = Store::open(&config.data_dir, &config.run_dir, config.store_gib).await?;
+        match Self::start_on(config, store.clone()).await {
+            Ok(node) => Ok(node),
+            Err(error) => {
+                store.abandon().await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn start_on(config: Config, store: Store) -> Result<Self> {
+        let records = Records::open(&store.database())?;
+        let events = Events::open(&store.events())?;
+        let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
+        let preview_key = key::secret(&store.preview_key())
+            .map_err(|cause| Error::internal("cannot read or make the secret of previews", cause))?;
+        let previews = Previews::new(preview_key, &config.preview_suffix, trusts_all)?;
+        let request_key = key::secret(&store.request_key())
+            .map_err(|cause| Error::internal("cannot read or make the key of named requests", cause))?;
+        let (engine, capabilities) = choose_engine(&config, &store).await?;
+        tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
+        let known: Vec<SandboxRecord> = records.all().await?;
+        let slots = open_slots(&config, &known).await?;
+        let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
+        let fleet = Fleet::new(engine, slots, store.clone(), config.sharing, admission);
+        let inner = Arc::new(Inner {
+            engine_version: format!("{} {}", capabilities.kind, capabilities.version),
+            trusts_all,
+            config,
+            journal: Journal { records, events, metrics: Metrics::default() },
+            store,
+            fleet,
+            measured: Measured::default(),
+            previews,
+            request_key,
+            templates: Templates::default(),
+            sources: Sources::default(),
+            requests: Locks::default(),
+            under_way: TaskTracker::new(),
+            sandboxes: Sandboxes::default(),
+        });
+        inner.recover(known).await?;
+        inner.fleet.engine.adoption_finished();
+        tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
+        tokio::spawn(inner.journal.events.clone().keep_writing());
+        Ok(Self { inner })
+    }
+
+    /// Stops: no verb begins any more, and those under way come to their end. Machines go on running for the
+    /// next node to find, unless this one is ephemeral.
+    pub async fn stop(&self) {
+        let inner = &self.inner;
+        inner.under_way.close();
+        inner.close_templates().await;
+        if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
+            tracing::error!("some operations did not come to an end; the next start removes what they leave");
+        }
+        inner.fleet.engine.close().await;
+        for sandbox in inner.sandboxes.all().into_iter().filter(|_| inner.config.ephemeral) {
+            if let Err(error) = inner.delete(sandbox.id).await {
+                tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
+            }
+        }
+        // A build that was given up.
+        let named = inner.sandboxes.all().iter().map(|sandbox| sandbox.id).collect();
+        if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
+            tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
+        }
+        inner.journal.events.flush().await;
+        if !inner.config.ephemeral {
+            return;
+        }
+        inner.fleet.slots.stop(&[]).await;
+        if let Err(error) = inner.store.unmount().await {
+            tracing::error!(error = &error as &dyn std::error::Error, "the store stays mounted");
+        }
+    }
+}
+
+/// The engine that was asked for, or the best that works here.
+async fn choose_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let mut refused = String::new();
+    if config.engine != Some(EngineKind::Qemu) {
+        match kvm_engine(config, store).await? {
+            (engine, capabilities) if capabilities.usable => return Ok((engine, capabilities)),
+            (_, capabilities) => refused = capabilities.note,
+        }
+    }
+    if config.engine == Some(EngineKind::Kvm) {
+        return Err(Error::Invalid(format!("engine kvm cannot run here: {refused}")));
+    }
+    let engine = qemu::Qemu::new(qemu::QemuConfig::new(store.engine()?));
+    let mut capabilities = engine.probe().await;
+    if !capabilities.usable {
+        return Err(Error::Invalid(format!("engine qemu cannot run here: {}", capabilities.note)));
+    }
+    if !refused.is_empty() {
+        capabilities.note = format!("{}; not kvm: {refused}", capabilities.note);
+    }
+    Ok((Arc::new(engine), capabilities))
+}
+
+async fn kvm_engine(config: &Config, store: &Store) -> Result<(Arc<dyn Engine>, Capabilities)> {
+    let forced = config.engine == Some(EngineKind::Kvm);
+    let binary = config.vmm_binary.clone().unwrap_or_else(|| PathBuf::from("keiki-vmm"));
+    let engine = kvm::Kvm::new(kvm::KvmConfig { binary, forced, common: Common::new(store.engine()?) });
+    let capabilities = engine.probe().await;
+    Ok((Arc::new(engine), capabilities))
+}
+
+async fn open_slots(config: &Config, known: &[SandboxRecord]) -> Result<Slots> {
+    let range = config.slot_range.parse().map_err(|error| Error::Invalid(format!("slot range: {error}")))?;
+    let mut egress = EgressPolicy::default();
+    for network in &config.egress_allow {
+        egress.allow.push(network.parse().map_err(|error| Error::Invalid(format!("egress allow: {error}")))?);
+    }
+    let in_use: Vec<u16> = known.iter().filter_map(|record| record.slot).collect();
+    let slots = SlotsConfig {
+        range,
+        ahead: SLOTS_AHEAD,
+        state_dir: config.data_dir.join("net"),
+        node_tag: node_tag(&config.data_dir)?,
+        upstream: (!config.dns.is_empty()).then(|| config.dns.clone()),
+        egress,
+    };
+    make_dir(&slots.state_dir)?;
+    Slots::start(slots, &in_use).await.map_err(|cause| Error::internal("the network cannot be set up", cause))
+}
+
+/// Only this host can reach an API that listens there.
+async fn is_loopback(listen: &str) -> bool {
+    let Ok(addresses) = tokio::net::lookup_host(listen).await else { return false };
+    let mut addresses = addresses.peekable();
+    addresses.peek().is_some() && addresses.all(|address| address.ip().is_loopback())
+}
+
+/// Distinct per data directory, and the same after a restart.
+fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
+    use std::os::unix::fs::MetadataExt;
+    let meta = std::fs::metadata(data)
+        .map_err(|cause| Error::internal("cannot look at the data directory", cause))?;
+    let tag = format!("{:06x}", (meta.ino() ^ (meta.dev() << 12)) & 0xff_ffff);
+    tag.parse().map_err(|error| Error::internal("no tag for this node", anyhow::anyhow!("{error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_loopback;
+
+    #[tokio::test]
+    async fn only_loopback_is_loopback() {
+        for here in ["127.0.0.1:7777", "[::1]:0", "localhost:80"] {
+            assert!(is_loopback(here).await, "{here}");
+        }
+        for open in ["0.0.0.0:7777", "[::]:7777", "198.51.100.7:80", "nonsense", ""] {
+            assert!(!is_loopback(open).await, "{open}");
+        }
+    }
+}
