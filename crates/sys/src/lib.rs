@@ -10,6 +10,7 @@ pub mod frame;
 pub mod heap;
 pub mod host;
 pub mod jail;
+pub mod maps;
 pub mod netns;
 pub mod pages;
 pub mod process;

@@ -20,6 +20,7 @@ use crate::{EngineError, Result, fsutil::remove_file, process::blocking};
 use keiki_control::Pages;
 use keiki_sys::{
     frame::{Frame, Length},
+    maps,
     pages::{PAGE, file_pages, private_pages_by_entry},
 };
 use rustix::fs::{Advice, MemfdFlags, fadvise, memfd_create};
@@ -27,6 +28,7 @@ use std::{
     fs::{self, File},
     io::{Read, Seek, Write},
     num::NonZeroU64,
+    ops::Range,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -150,12 +152,13 @@ fn record(path: &Path, inode: u64, pid: u32) -> Result<()> {
 /// The pages of a file that a process has.
 fn touched(inode: u64, pid: u32) -> Result<Vec<Pages>> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
-    let (maps, pagemap) = (proc.join("maps"), proc.join("pagemap"));
-    let text = fs::read_to_string(&maps).map_err(EngineError::at("read", &maps))?;
+    let pagemap = proc.join("pagemap");
+    let mappings = maps::of_process(pid).map_err(EngineError::at("read", &proc.join("maps")))?;
     let pages = File::open(&pagemap).map_err(EngineError::at("open", &pagemap))?;
     let failed = || EngineError::at("read", &pagemap);
     let mut found = Vec::new();
-    for (start, end, offset) in text.lines().filter_map(|line| mapping(line, inode)) {
+    for mapping in mappings.into_iter().filter(|mapping| mapping.private_writable && mapping.inode == inode) {
+        let (Range { start, end }, offset) = (mapping.addresses, mapping.offset);
         let page = |address: u64| u32::try_from((address - start + offset) / PAGE).unwrap_or(u32::MAX);
         let written = private_pages_by_entry(&pages, start..end).map_err(failed())?;
         let read = file_pages(&pages, start..end).map_err(failed())?;
@@ -175,20 +178,6 @@ fn touched(inode: u64, pid: u32) -> Result<Vec<Pages>> {
         fits
     });
     Ok(found)
-}
-
-/// Beginning, end and offset of a private mapping of this file.
-fn mapping(line: &str, inode: u64) -> Option<(u64, u64, u64)> {
-    let mut words = line.split_ascii_whitespace();
-    let (range, access, offset, _, file) =
-        (words.next()?, words.next()?, words.next()?, words.next()?, words.next()?);
-    let (start, end) = range.split_once('-')?;
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    (access == "rw-p" && file.parse::<u64>() == Ok(inode)).then_some((
-        number(start)?,
-        number(end)?,
-        number(offset)?,
-    ))
 }
 
 fn bytes(all: &[Pages]) -> Vec<u8> {
@@ -214,7 +203,7 @@ fn parse(bytes: &[u8], size: u64) -> std::result::Result<Vec<Pages>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{FRAME, PAGE, Pages, RANGES, bytes, mapping, parse};
+    use super::{FRAME, PAGE, Pages, RANGES, bytes, parse};
 
     const SIZE: u64 = 100 * PAGE;
     const WRITTEN: u32 = 1 << 31;
@@ -250,14 +239,5 @@ mod tests {
         let many: Vec<_> = (0..=u32::try_from(RANGES).unwrap_or(0)).map(|page| (2 * page, 1)).collect();
         assert_eq!(bytes(&pages(&many)).len(), FRAME.header_len() + (RANGES + 1) * 8);
         assert_eq!(parse(&bytes(&pages(&many)), u64::MAX), Err("it is too long or truncated".into()));
-    }
-
-    #[test]
-    fn guest_memory_is_found_among_mappings() {
-        let line = "7f0000000000-7f0000400000 rw-p 00200000 fe:00 1234   /store/vm.mem (deleted)";
-        assert_eq!(mapping(line, 1234), Some((0x7f00_0000_0000, 0x7f00_0040_0000, 0x20_0000)));
-        assert_eq!(mapping(line, 1235), None);
-        assert_eq!(mapping(&line.replace("rw-p", "rw-s"), 1234), None);
-        assert_eq!(mapping("7f0000000000-7f0000400000 rw-p 00000000 00:00 0", 1234), None);
     }
 }

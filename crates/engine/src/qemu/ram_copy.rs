@@ -11,6 +11,7 @@
 use crate::{EngineError, Result};
 use keiki_sys::{
     host::kib,
+    maps,
     pages::{PAGE, private_pages, read_memory},
 };
 use keiki_types::api::MemoryUse;
@@ -250,13 +251,10 @@ fn spans(bytes: &[u8]) -> Vec<(bool, Range<usize>)> {
 /// and between them zero memory. In the order of addresses.
 pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     let path = PathBuf::from(format!("/proc/{pid}/maps"));
-    let text = fs::read_to_string(&path).map_err(EngineError::at("read", &path))?;
+    let lines = maps::of_process(pid).map_err(EngineError::at("read", &path))?;
     let meta = image.metadata().map_err(unreadable)?;
-    let dev = meta.dev();
-    let dev = format!("{:02x}:{:02x}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    let inode = meta.ino().to_string();
-    let lines: Vec<MapsLine<'_>> = text.lines().filter_map(MapsLine::parse).collect();
-    let is_image = |line: &&MapsLine<'_>| line.dev == dev && line.inode == inode;
+    let device = (rustix::fs::major(meta.dev()), rustix::fs::minor(meta.dev()));
+    let is_image = |line: &&maps::Mapping| (line.device, line.inode) == (device, meta.ino());
     let wrong = |why: String| EngineError::Monitor(format!("does not run on its memory image: {why}"));
     // The beginning of RAM is always the image's.
     let Some(first) = lines.iter().find(is_image).filter(|line| line.offset == 0) else {
@@ -269,38 +267,18 @@ pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     for line in lines.iter().filter(|line| line.addresses.end > start && line.addresses.start < end) {
         // What lies beside RAM may have become one mapping with zero memory in it.
         let addresses = line.addresses.start.max(start)..line.addresses.end.min(end);
-        let zero = line.inode == "0";
+        let zero = line.inode == 0;
         let offset = addresses.start - start;
-        if addresses.start != at || !line.writable || !(zero || is_image(&line) && line.offset == offset) {
+        if addresses.start != at
+            || !line.private_writable
+            || !(zero || is_image(&line) && line.offset == offset)
+        {
             return Err(wrong(format!("something else is at {:#x}", addresses.start)));
         }
         at = addresses.end;
         mappings.push(Mapping { addresses, offset, zero });
     }
     if at == end { Ok(mappings) } else { Err(wrong(format!("it ends {} bytes early", end - at))) }
-}
-
-/// What is needed of a line of `/proc/PID/maps`.
-struct MapsLine<'a> {
-    addresses: Range<u64>,
-    writable: bool,
-    offset: u64,
-    dev: &'a str,
-    inode: &'a str,
-}
-
-impl<'a> MapsLine<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
-        let mut fields = line.split_ascii_whitespace();
-        let (addresses, flags, offset) = (fields.next()?, fields.next()?, fields.next()?);
-        let (dev, inode) = (fields.next()?, fields.next()?);
-        let hex = |text| u64::from_str_radix(text, 16).ok();
-        let (start, end) = addresses.split_once('-')?;
-        let addresses = hex(start)?..hex(end)?;
-        // Private: what others could write is not the guest's alone.
-        let writable = flags.contains('w') && flags.ends_with('p');
-        Some(Self { addresses, writable, offset: hex(offset)?, dev, inode })
-    }
 }
 
 /// Host memory behind a machine. Private and shared are of the guest's RAM; the rest of the monitor counts in
