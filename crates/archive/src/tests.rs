@@ -301,7 +301,7 @@ fn other_file_systems_are_neither_packed_nor_unpacked_into() {
     assert!(!left.iter().any(|line| line.starts_with("own2") || line.starts_with("mounted/y")), "{left:?}");
 }
 
-/// Names are held in memory: so many of them, and so long, are refused.
+/// Names are held in memory: too many long ones are refused.
 #[test]
 fn more_names_than_memory_are_refused() {
     let long = vec!["x".repeat(250); 15].join("/");

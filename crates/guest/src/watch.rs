@@ -332,8 +332,8 @@ mod tests {
     use std::{fs, os::unix::ffi::OsStrExt, path::Path, time::Duration};
     use tokio::sync::mpsc;
 
-    /// What is told while something is done, as `kind name` below the root.
-    async fn told(root: &Path, recursive: bool, work: impl FnOnce(&Path)) -> Vec<String> {
+    /// The events during `work`, as `kind name` below the root.
+    async fn events_of(root: &Path, recursive: bool, work: impl FnOnce(&Path)) -> Vec<String> {
         let (sender, mut events) = mpsc::channel(4);
         let path = root.as_os_str().as_bytes().to_vec();
         let watching = tokio::spawn(watch(path, recursive, sender));
@@ -359,10 +359,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn changes_are_told_by_kind_and_place() {
+    async fn changes_are_reported_by_kind_and_path() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("sub")).unwrap();
-        let all = told(dir.path(), true, |root| {
+        let all = events_of(dir.path(), true, |root| {
             fs::write(root.join("sub/a"), "x").unwrap();
             fs::rename(root.join("sub/a"), root.join("b")).unwrap();
             fs::remove_file(root.join("b")).unwrap();
@@ -372,28 +372,28 @@ mod tests {
             all,
             ["created /sub/a", "modified /sub/a", "closed /sub/a", "moved /sub/a -> /b", "removed /b"]
         );
-        let flat = told(dir.path(), false, |root| {
+        let flat = events_of(dir.path(), false, |root| {
             fs::write(root.join("sub/a"), "x").unwrap();
             fs::write(root.join("c"), "").unwrap();
         });
         assert_eq!(flat.await, ["created /c", "closed /c"]);
         let file = dir.path().join("c");
-        let of_a_file = told(&file, true, |file| fs::write(file, "y").unwrap());
+        let of_a_file = events_of(&file, true, |file| fs::write(file, "y").unwrap());
         assert_eq!(of_a_file.await.first().map(String::as_str), Some("modified "));
     }
 
     #[tokio::test]
     async fn new_and_moved_directories_are_watched() {
         let dir = tempfile::tempdir().unwrap();
-        let all = told(dir.path(), true, |root| {
+        let all = events_of(dir.path(), true, |root| {
             fs::create_dir_all(root.join("x/y/z")).unwrap();
             fs::write(root.join("x/y/z/f"), "").unwrap();
         });
         let all = all.await;
         for wanted in ["created /x/", "created /x/y/", "created /x/y/z/", "created /x/y/z/f"] {
-            assert!(all.iter().any(|told| told == wanted), "{wanted}: {all:?}");
+            assert!(all.iter().any(|event| event == wanted), "{wanted}: {all:?}");
         }
-        let all = told(dir.path(), true, |root| {
+        let all = events_of(dir.path(), true, |root| {
             fs::rename(root.join("x/y"), root.join("w")).unwrap();
             std::thread::sleep(Duration::from_millis(100));
             fs::write(root.join("w/z/g"), "").unwrap();
@@ -403,10 +403,10 @@ mod tests {
         assert!(all.contains(&"created /w/z/g".to_owned()), "{all:?}");
     }
 
-    /// A directory full of things that moves in is told whole, in steps that wait for whoever
-    /// listens.
+    /// A large directory that is moved in is reported completely, in batches that wait for the
+    /// receiver.
     #[tokio::test]
-    async fn however_much_appears_is_told_in_steps() {
+    async fn a_large_directory_is_reported_in_batches() {
         const FILES: usize = 20_000;
         let dir = tempfile::tempdir().unwrap();
         let (root, full) = (dir.path().join("root"), dir.path().join("full"));
@@ -417,21 +417,21 @@ mod tests {
         }
         let mut watcher = super::Watcher::begin(&root, true).unwrap();
         fs::rename(&full, root.join("full")).unwrap();
-        let (mut told, mut most) = (std::collections::HashSet::new(), 0);
-        while told.len() < FILES + 2 {
+        let (mut reported, mut most) = (std::collections::HashSet::new(), 0);
+        while reported.len() < FILES + 2 {
             let step = watcher.read().unwrap();
             most = most.max(step.len());
-            assert!(!step.is_empty(), "only {} of {FILES} were told", told.len());
-            told.extend(step.into_iter().map(|event| event.path));
+            assert!(!step.is_empty(), "only {} of {FILES} were reported", reported.len());
+            reported.extend(step.into_iter().map(|event| event.path));
         }
         assert!(most <= super::MAX_BATCH, "{most} at once");
-        assert!(watcher.read().unwrap().is_empty(), "something was told twice");
+        assert!(watcher.read().unwrap().is_empty(), "something was reported twice");
         fs::write(root.join("full/sub/later"), "").unwrap();
         assert_eq!(watcher.read().unwrap().first().map(|event| event.kind.as_str()), Some("created"));
     }
 
     #[tokio::test]
-    async fn too_much_at_once_is_told_and_the_end_ends_it() {
+    async fn an_overflow_is_reported_and_the_removal_ends_the_watch() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();

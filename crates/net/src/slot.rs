@@ -5,7 +5,7 @@
 //! any record. A slot is never reused: its namespace goes with taps, queues, counters and
 //! connection table, and the host forgets the connections of its address.
 //!
-//! All steps of a build run on a thread of their own, because a namespace belongs to a thread: it
+//! All steps of a build run on their own thread, because a namespace belongs to a thread: it
 //! starts in the host's namespace, enters the slot's, and ends.
 
 use crate::{

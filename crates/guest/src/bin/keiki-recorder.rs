@@ -19,7 +19,7 @@ use std::{fs::File, io, process::ExitCode};
 const RING: u64 = 1 << 17;
 /// Records in a copy until it stops.
 const IN_COPY: u64 = 5_000;
-/// Every so many values, one is a UUID: the slowest kind.
+/// One in this many values is a UUID: the slowest kind.
 const UUID_EVERY: u64 = 32;
 const RECORD: usize = 32;
 const DRAWN: usize = 16;

@@ -21,7 +21,7 @@ use tokio::{
 const SSH: &str = "/etc/ssh";
 const KEYGEN: &str = "/usr/bin/ssh-keygen";
 /// Types of host key, and the time limit for each. An RSA key takes seconds on an emulated
-/// processor, so it is made after the release; until then there is none.
+/// processor, so it is made after the release; until then there is no RSA key.
 const QUICK_KEYS: [&str; 2] = ["ed25519", "ecdsa"];
 const SLOW_KEYS: [&str; 1] = ["rsa"];
 const QUICK: Duration = Duration::from_secs(10);
