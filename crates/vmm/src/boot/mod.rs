@@ -6,17 +6,17 @@
 //! | `layout` | addresses, interrupts, memory map: pure, also what a running machine is wired by |
 //! | `kernel` | bzImage or ELF, initramfs, command line, boot parameters |
 //! | `acpi` | how the guest finds vCPUs and devices |
-//! | `start` | the first vCPU's registers; the others wait until they are called |
+//! | `entry` | the registers of the first vCPU; the others wait for a start-up interrupt |
 //!
 //! Kernel and initramfs come from the node and may belong to a user. They are checked, and an error
 //! says what is wrong with them.
 
 mod acpi;
+mod entry;
 mod kernel;
 pub mod layout;
-mod start;
 
-pub use start::Entry;
+pub use entry::Entry;
 
 use keiki_hv::GuestRam;
 use std::fs::File;
@@ -62,7 +62,7 @@ pub fn load(ram: &GuestRam, spec: Spec) -> Result<Entry, Error> {
     let tables = acpi::tables(spec.vcpus, spec.devices)?;
     let entry = kernel::load(ram, spec.kernel, spec.initramfs, spec.command_line)?;
     put(ram, layout::ACPI, &tables)?;
-    start::put_tables(ram)?;
+    entry::put_tables(ram)?;
     Ok(entry)
 }
 
