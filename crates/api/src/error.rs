@@ -43,7 +43,7 @@ pub enum Error {
     /// 502: nothing in the sandbox answers on that port.
     #[error("{0}")]
     Unreachable(String),
-    /// 503 with `Retry-After`: nothing was made, try again.
+    /// 503 with `Retry-After`: nothing was created, try again.
     #[error("{why}")]
     Busy {
         /// One sentence.
@@ -54,7 +54,7 @@ pub enum Error {
     /// 504: the command or the guest took too long.
     #[error("{0}")]
     Timeout(String),
-    /// 507: not enough memory or disk for the whole request; nothing was made.
+    /// 507: not enough memory or disk for the whole request; nothing was created.
     #[error("{0}")]
     NoRoom(String),
     /// 500.

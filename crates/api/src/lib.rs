@@ -133,7 +133,7 @@ pub trait Sandboxes: Send + Sync {
     /// The last `limit` bytes of the guest's console; after its machine failed, what it printed last.
     async fn console(&self, id: SandboxId, limit: usize) -> Result<Bytes>;
 
-    /// Takes a snapshot of a sandbox, which goes on.
+    /// Takes a snapshot of a sandbox, which keeps running.
     async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot>;
 
     /// Snapshots of one sandbox or of all, newest first.

@@ -86,7 +86,7 @@ impl Agent {
             return Ok(vec![]);
         }
         let key = self.key.lock().take();
-        let key = key.ok_or_else(|| Status::failed_precondition("no key was made for these secrets"))?;
+        let key = key.ok_or_else(|| Status::failed_precondition("no key was created for these secrets"))?;
         key.open(sealed).map_err(|error| Status::invalid_argument(error.to_string()))
     }
 

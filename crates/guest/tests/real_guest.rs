@@ -507,7 +507,7 @@ async fn renewal(machine: &Machine, client: Client) -> Client {
     let with = |generation| Identity { secrets: Some(given.clone()), ..order(generation) };
     let client = renew(machine, client, with(11)).await.unwrap();
     let (client, again) = renew(machine, client, with(12)).await.unwrap_err();
-    assert!(again.message().contains("no key was made"), "a key opened two messages: {again}");
+    assert!(again.message().contains("no key was created"), "a key opened two messages: {again}");
     client.clone().thaw_user(ThawUserRequest {}).await.unwrap();
     let names = |text: &str| format!("cd /run/keiki/secrets && {text}");
     let seen = run(&client, shell(&names("cat ONE TWO; stat -c '%a %U' ONE TWO"))).await.out();

@@ -43,11 +43,11 @@ failures! {
         504: "The guest or the command took too long",
         507: "Not enough memory or disk to wake it"
     }
-    /// Of a route that makes machines. Nothing was made.
+    /// Of a route that makes machines. Nothing was created.
     CapacityErrors {
-        503: "Nothing was made; try again after `Retry-After` seconds",
-        504: "The guest did not become ready in time; nothing was made",
-        507: "Not enough memory or disk for the whole request; nothing was made"
+        503: "Nothing was created; try again after `Retry-After` seconds",
+        504: "The guest did not become ready in time; nothing was created",
+        507: "Not enough memory or disk for the whole request; nothing was created"
     }
 }
 

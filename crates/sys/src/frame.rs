@@ -105,13 +105,13 @@ impl Frame {
 impl fmt::Display for FrameError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Short { bytes } => write!(f, "is cut short: it has {bytes} bytes, fewer than its header"),
+            Self::Short { bytes } => write!(f, "is truncated: it has {bytes} bytes, fewer than its header"),
             Self::Magic => write!(f, "has the wrong first bytes"),
             Self::Version { theirs, ours } => {
                 write!(f, "has version {theirs}, this program reads version {ours}")
             }
             Self::Length { header, bytes } => {
-                write!(f, "is cut short or too long: its header says {header} bytes, it has {bytes}")
+                write!(f, "is truncated or too long: its header says {header} bytes, it has {bytes}")
             }
             Self::Checksum => write!(f, "is damaged: its checksum differs"),
         }

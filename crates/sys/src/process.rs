@@ -56,7 +56,7 @@ impl Process {
         let mut child = command.spawn()?;
         match Self::open(child.id()) {
             Ok(Some(process)) => Ok((process, child.stderr.take())),
-            Ok(None) => Err(io::Error::other("the process ended at once")),
+            Ok(None) => Err(io::Error::other("the process exited immediately")),
             Err(error) => Err(error),
         }
     }

@@ -129,8 +129,8 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
         refused(&Stored { state: path, digest, ..stored.clone() })
     };
     assert!(with_state(&state[1..], false).contains("its digest differs"));
-    assert_eq!(with_state(&[], true), "the state file is cut short: it has 0 bytes, fewer than its header");
-    assert!(with_state(&state[..state.len() - 1], true).contains("cut short or too long"));
+    assert_eq!(with_state(&[], true), "the state file is truncated: it has 0 bytes, fewer than its header");
+    assert!(with_state(&state[..state.len() - 1], true).contains("truncated or too long"));
     let mut bytes = state.clone();
     bytes[0] ^= 1;
     assert_eq!(with_state(&bytes, true), "the state file has the wrong first bytes");

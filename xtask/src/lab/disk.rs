@@ -90,7 +90,7 @@ impl WorkDisk {
         let image = self.image.display().to_string();
         let text = tool("debugfs", &["-R", "cat /status", &image])?;
         match text.trim().parse::<u8>() {
-            Ok(125) => bail!("the lab's machine could not be prepared: its last words are above"),
+            Ok(125) => bail!("cannot prepare the lab's machine: see its last output above"),
             Ok(code) => Ok(Some(ExitCode::from(code))),
             Err(_) => Ok(None),
         }

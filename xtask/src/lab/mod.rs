@@ -79,7 +79,7 @@ impl std::str::FromStr for Put {
         let own = || source.file_name().and_then(|name| name.to_str()).map(str::to_owned);
         let name = name.or_else(own).with_context(|| format!("`{text}` names no file"))?;
         if name.is_empty() || name.starts_with('/') || name.split('/').any(|part| part == "..") {
-            bail!("`{name}` is no name below /lab/in: give a relative path without `..`");
+            bail!("`{name}` is not a name below /lab/in: use a relative path without `..`");
         }
         Ok(Self { source, name })
     }

@@ -51,7 +51,7 @@ impl Parts {
         let here = state.parent().context("the lab's directory has no parent")?;
         let cache = std::env::var_os("KEIKI_IMAGE_CACHE").map_or_else(|| here.join("cache"), PathBuf::from);
         let builder = Builder::new(&cache, Arc::new(|line: &str| eprintln!("lab: {line}")));
-        let kernel = builder.kernel().context("the kernel of the lab could not be made")?;
+        let kernel = builder.kernel().context("cannot build the lab's kernel")?;
         let spec = RootfsSpec {
             name: "lab".to_owned(),
             suite: suite(),
@@ -61,9 +61,9 @@ impl Parts {
             env: BTreeMap::new(),
             files: BTreeMap::new(),
         };
-        let rootfs = builder.rootfs(&spec).context("the root disk of the lab could not be made")?;
+        let rootfs = builder.rootfs(&spec).context("cannot build the lab's root disk")?;
         let initrd = state.join("initrd");
-        write_initrd(&kernel, &initrd).context("the first RAM disk of the lab could not be made")?;
+        write_initrd(&kernel, &initrd).context("cannot build the lab's initramfs")?;
         Ok(Self { kernel, rootfs, initrd, cache })
     }
 }

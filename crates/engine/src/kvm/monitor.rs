@@ -129,7 +129,7 @@ impl Monitor {
         stage: Stage,
         stderr: OwnedFd,
     ) -> Result<(Self, keiki_control::Hello)> {
-        let gone = || EngineError::Monitor("made a copy that ended at once".into());
+        let gone = || EngineError::Monitor("forked a copy that exited immediately".into());
         let process = Process::open(pid)
             .map_err(|source| EngineError::Io { what: "cannot open the monitor's process".into(), source })?;
         let process = Arc::new(process.ok_or_else(gone)?);

@@ -16,7 +16,7 @@ use uuid::Uuid;
 /// Label with the id of a child's tree.
 const TREE: &str = "fork_tree_id";
 
-/// Fork a running sandbox: the children continue from this instant, and the parent goes on.
+/// Fork a running sandbox: the children continue from this instant, and the parent keeps running.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fork", tag = "forks", operation_id = "fork_sandbox",
     params(("id" = String, Path, description = "The sandbox"),
         RequestKey),

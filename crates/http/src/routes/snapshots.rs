@@ -12,14 +12,14 @@ use keiki_types::api::{ErrorBody, Snapshot, SnapshotList};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Take a snapshot of a sandbox, which goes on. The snapshot is durable when this answers.
+/// Take a snapshot of a sandbox, which keeps running. The snapshot is durable when this answers.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", operation_id = "take_snapshot",
     params(("id" = String, Path, description = "The sandbox"),
         RequestKey),
     responses((status = 201, description = "The snapshot", body = Snapshot), AuthErrors, NotFound, Conflict, IdempotencyErrors,
         (status = 503, description = "Try again after `Retry-After` seconds", body = ErrorBody),
         (status = 504, description = "The guest took too long", body = ErrorBody),
-        (status = 507, description = "Not enough disk; nothing was made", body = ErrorBody)))]
+        (status = 507, description = "Not enough disk; nothing was created", body = ErrorBody)))]
 pub(super) async fn take(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,
