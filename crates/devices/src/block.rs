@@ -1,6 +1,6 @@
 //! virtio-blk: a [`Disk`] for the guest.
 //!
-//! A chain is first parsed whole into a [`Request`], with every number checked against the disk,
+//! A chain is first parsed whole into a `Request`, with every number checked against the disk,
 //! and then executed. Data moves between the file and guest memory without a copy of ours. A
 //! request is done when its call on the event loop returns, so nothing is ever in flight and a
 //! drain has nothing to wait for. A flush is acknowledged when [`Disk::flush`] returns.

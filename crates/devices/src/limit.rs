@@ -12,7 +12,7 @@ const BURST: u64 = 8;
 /// Then one line per interval.
 const INTERVAL: Duration = Duration::from_secs(30);
 
-/// Writes at most [`BURST`] lines at once, then one per [`INTERVAL`], with the number of omitted
+/// Writes at most `BURST` lines at once, then one per `INTERVAL`, with the number of omitted
 /// lines. Lines go to standard error: a monitor has no log thread, and a lost line must not end it.
 #[derive(Debug)]
 pub struct Limit {

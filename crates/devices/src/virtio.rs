@@ -361,7 +361,7 @@ impl Rings {
     }
 
     /// Passes the chains of a queue to `handle` until the queue is empty, `handle` returns
-    /// [`Served::Later`], or [`BUDGET`] is over. In the last case the queue is kicked. Notifies the
+    /// [`Served::Later`], or `BUDGET` is over. In the last case the queue is kicked. Notifies the
     /// guest of used chains.
     pub fn serve(
         &mut self,

@@ -320,7 +320,7 @@ impl Vcpu {
         })
     }
 
-    /// Restores a state, in the order of [`ORDER`].
+    /// Restores a state, in the order of `ORDER`.
     pub fn restore(&self, state: &VcpuState) -> Result<()> {
         check_version("vCPU", state.version, VCPU_STATE)?;
         if state.id != self.id {
