@@ -35,5 +35,5 @@ pub fn pieces() -> Result<mpsc::Receiver<io::Result<Bytes>>, Failure> {
         }
     };
     let thread = std::thread::Builder::new().name("input".into()).spawn(read_all);
-    thread.map(|_| inbox).map_err(io_error("starting the input thread"))
+    thread.map(|_| inbox).map_err(io_error("cannot start the input thread"))
 }

@@ -121,7 +121,7 @@ impl Output {
         let thread = std::thread::Builder::new()
             .name("output".into())
             .spawn(write_all)
-            .map_err(io_error("starting the output thread"))?;
+            .map_err(io_error("cannot start the output thread"))?;
         Ok(Self { chunks, thread })
     }
 

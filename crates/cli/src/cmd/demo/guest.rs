@@ -119,7 +119,7 @@ impl Guest {
             if start.elapsed() > PATIENCE {
                 let seconds = PATIENCE.as_secs();
                 return Err(Failure::Wrong(format!(
-                    "{}: waited {seconds} s in vain until {what}; last state: {shown}",
+                    "{}: timed out after {seconds} s, waiting until {what}; last state: {shown}",
                     self.id
                 )));
             }
