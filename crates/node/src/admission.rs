@@ -1,7 +1,8 @@
-//! Room is promised before anything is made.
+//! RAM and disk are reserved before anything is created.
 //!
-//! A machine is admitted by its worst case: all of its RAM private, plus its monitor. Copy-on-write makes the
-//! usual case far smaller, but a parent may rewrite every page it shares, and then the host must hold.
+//! A machine is admitted by its worst case: all of its RAM private, plus its monitor. Copy-on-write
+//! makes the usual case far smaller, but a parent may rewrite every page it shares, and then the
+//! host must hold.
 
 use crate::error::{Error, Result};
 use keiki_engine::MONITOR_MIB;
@@ -30,7 +31,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// The part of one machine, as a ticket of its own.
+    /// The part of one machine, as a separate ticket.
     #[must_use]
     pub fn split_off(&mut self, shape: Shape) -> Self {
         let amount = machine_mib(shape).min(self.amount);
@@ -45,7 +46,8 @@ impl Drop for Ticket {
     }
 }
 
-/// Room on the store that is promised to operations under way: what they will have written is not missing yet.
+/// Room on the store that is promised to operations under way: what they will have written is not
+/// missing yet.
 #[derive(Debug, Default)]
 pub struct DiskRoom {
     reserved: Arc<AtomicU64>,
@@ -60,7 +62,8 @@ impl DiskRoom {
     /// 507 if there is not so much room; 503 if it is there, but promised to others.
     pub fn reserve(&self, wanted: u64, free: impl FnOnce() -> Result<u64>) -> Result<Ticket> {
         let _one = self.deciding.lock();
-        // In this order: what is given back in between has been written, and is missing in what is free.
+        // In this order: what is given back in between has been written, and is missing in what is
+        // free.
         let reserved = self.reserved();
         let free = free()?;
         if free < wanted {
@@ -74,7 +77,7 @@ impl DiskRoom {
         if left < wanted {
             return Err(Error::Busy {
                 why: format!(
-                    "the node's disk is promised to operations under way: {} MiB wanted, {} MiB left",
+                    "the node's free disk space is reserved by running operations: {} MiB wanted, {} MiB left",
                     wanted >> 20,
                     left >> 20
                 ),

@@ -1,4 +1,5 @@
-//! The one way a sandbox gets a machine. Create, fork, restore and wake are this with another frozen machine.
+//! The one way a sandbox gets a machine (RFD 014): create, fork, restore and wake differ only in
+//! the frozen machine.
 //!
 //! ```text
 //!   reserve ────> prepare ────> thaw ────> commit
@@ -8,9 +9,10 @@
 //!   `creating`    waits         release gate
 //! ```
 //!
-//! Several births go each step together, all or none: if one fails, the step undoes everything of all of them before
-//! it returns ([`Births::undo`]). Verbs run to their end even if their caller goes away, so nothing drops births
-//! half-way but a node that dies; the next one removes what no record names, and what is still `creating`.
+//! The births of one request take each step together, all or none: if one fails, the step undoes
+//! all of them before it returns ([`Births::undo`]). A verb runs to its end even if its caller
+//! disconnects, so only the death of the node drops births halfway; the next node removes what has
+//! no record, and what is still `creating`.
 
 use crate::{
     admission::Ticket,
@@ -35,20 +37,20 @@ use keiki_types::{
 use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 
-/// Sandboxes that are being given machines, all of them as far as `S`.
+/// Sandboxes that are getting machines, all of them at stage `S`.
 pub(crate) struct Births<S> {
     births: Vec<Birth<S>>,
     common: Common,
 }
 
-/// What the births of one request have in common.
+/// Shared by the births of one request.
 struct Common {
     node: Arc<Inner>,
     secrets: Secrets,
-    /// Sandboxes that go if this fails: new ones, not one that wakes.
+    /// Sandboxes to remove if this fails: new ones, not one that wakes.
     uncommitted: Vec<SandboxId>,
     watch: Stopwatch,
-    /// How long their original stood still for them.
+    /// How long their original was paused.
     pause: Option<Pause>,
     room: Option<Ticket>,
 }
@@ -59,32 +61,32 @@ struct Birth<S> {
     stage: S,
 }
 
-/// How far a birth is. Whatever it has by then can be ended.
+/// A stage of a birth. Everything it holds can be ended.
 pub(crate) trait Stage: Send + Sized {
     fn end(self, fleet: &Fleet) -> impl Future<Output = ()> + Send;
 }
 
-/// Nothing is promised. A VM may have been prepared ahead of the request.
+/// Nothing is reserved. A VM may have been prepared ahead of the request.
 pub(crate) struct Draft {
     ahead: Option<Prepared>,
 }
 
-/// There is room for it, and others see that it is being made.
+/// It has a reservation, and is listed as `creating`.
 pub(crate) struct Reserved {
     ticket: Ticket,
     ahead: Option<Prepared>,
 }
 
-/// A VM waits for it.
+/// It has a prepared VM.
 pub(crate) struct Ready {
     ticket: Ticket,
     prepared: Prepared,
 }
 
-/// Its guest has acknowledged who it is now, and its user processes run.
+/// Its guest has acknowledged its new identity, and its user processes run.
 pub(crate) struct Released {
     live: Live,
-    /// From the thaw on.
+    /// Starts with the thaw.
     watch: Stopwatch,
     gate: Duration,
 }
@@ -116,13 +118,13 @@ impl Stage for Released {
 }
 
 impl Births<Draft> {
-    /// Of new sandboxes of one shape, which get these secrets.
+    /// Births of new sandboxes of one shape, with these secrets.
     pub fn new(node: &Arc<Inner>, sandboxes: &[Arc<Sandbox>], secrets: Secrets, watch: Stopwatch) -> Self {
         let draft = |sandbox: &Arc<Sandbox>| Birth::draft(sandbox, None);
         Self::of(node, sandboxes.iter().map(draft).collect(), secrets, watch)
     }
 
-    /// Of a new sandbox, in the VM that was prepared ahead for its id, if there is one.
+    /// The birth of a new sandbox, in the VM that was prepared ahead for its id, if there is one.
     pub fn ahead(
         node: &Arc<Inner>,
         sandbox: &Arc<Sandbox>,
@@ -133,7 +135,7 @@ impl Births<Draft> {
         Self::of(node, vec![Birth::draft(sandbox, ahead)], secrets, watch)
     }
 
-    /// Of a machine for a hibernated sandbox, which stays hibernated if this fails.
+    /// The birth of a new machine for a hibernated sandbox, which stays hibernated if this fails.
     pub fn again(node: &Arc<Inner>, sandbox: &Arc<Sandbox>, secrets: Secrets, watch: Stopwatch) -> Self {
         let mut birth = Birth::draft(sandbox, None);
         birth.record.origin = Origin::Wake;
@@ -145,7 +147,7 @@ impl Births<Draft> {
         Self { births, common: Common { node, secrets, uncommitted, watch, pause: None, room: None } }
     }
 
-    /// Promises them RAM, and this much of the disk; records and lists those that are new.
+    /// Reserves RAM and this much disk for them; records and lists new sandboxes.
     pub async fn reserve(self, disk_bytes: u64) -> Result<Births<Reserved>> {
         let node = Arc::clone(&self.common.node);
         let shapes = self.births.iter().map(|birth| birth.record.shape);
@@ -186,7 +188,7 @@ impl Births<Draft> {
 }
 
 impl Births<Reserved> {
-    /// A VM for each, over a memory image that may not be there yet.
+    /// Prepares a VM for each, over a memory image that may not exist yet.
     pub async fn prepare(self, image: &Image) -> Result<Births<Ready>> {
         let node = Arc::clone(&self.common.node);
         self.each(|birth| birth.prepare(&node.fleet, image)).await
@@ -194,7 +196,8 @@ impl Births<Reserved> {
 }
 
 impl Births<Ready> {
-    /// Thaws a frozen machine into each, and releases it. `pause`: how long its original stood still for that.
+    /// Thaws a frozen machine into each, and releases it. `pause`: how long its original was
+    /// paused.
     pub async fn thaw(mut self, frozen: &dyn Frozen, pause: Option<Pause>) -> Result<Births<Released>> {
         self.common.pause = pause;
         let (node, secrets) = (Arc::clone(&self.common.node), self.common.secrets.clone());
@@ -203,14 +206,14 @@ impl Births<Ready> {
 }
 
 impl Births<Released> {
-    /// Makes them last: from here on the sandboxes can be used, and the request, if it has a name, is carried out.
-    /// Returns how long all of it took.
+    /// Makes them durable, together with the request's idempotency key: from here on the sandboxes
+    /// can be used. Returns how long everything took.
     pub async fn commit(mut self, once: Option<&Once>) -> Result<Timings> {
         let common = &mut self.common;
         for birth in &mut self.births {
             birth.complete(common);
         }
-        // One machine's steps are those of the whole; several at once are one step of it.
+        // The steps of a single machine are steps of the request; several machines are one step.
         match self.births.as_slice() {
             [only] => common.watch.follow(&only.stage.watch),
             _ => drop(common.watch.lap("thaws")),
@@ -237,7 +240,7 @@ impl Births<Released> {
 }
 
 impl<S: Stage> Births<S> {
-    /// Ends a step of the whole request.
+    /// Ends a step of the request.
     pub fn lap(&mut self, step: &'static str) {
         self.common.watch.lap(step);
     }
@@ -246,7 +249,7 @@ impl<S: Stage> Births<S> {
         &mut self.common.watch
     }
 
-    /// Goes on with what something else gave, or undoes everything if that failed.
+    /// Continues with the result of another operation, or undoes everything if that failed.
     pub async fn with<T>(self, given: Result<T>) -> Result<(Self, T)> {
         match given {
             Ok(given) => Ok((self, given)),
@@ -254,7 +257,8 @@ impl<S: Stage> Births<S> {
         }
     }
 
-    /// Undoes everything: machines end, new sandboxes are gone. Returns why, for the caller.
+    /// Undoes everything: ends the machines, removes the new sandboxes. Returns the error, for the
+    /// caller.
     pub async fn undo(self, why: Error) -> Error {
         let Common { node, uncommitted, .. } = self.common;
         join_all(self.births.into_iter().map(|birth| birth.stage.end(&node.fleet))).await;
@@ -262,7 +266,7 @@ impl<S: Stage> Births<S> {
         why
     }
 
-    /// Takes all of them one step further. One that cannot go leaves nothing of its own.
+    /// Takes all of them one step further. A birth that fails leaves nothing behind.
     async fn each<T: Stage, F>(self, step: impl Fn(Birth<S>) -> F) -> Result<Births<T>>
     where
         F: Future<Output = Result<Birth<T>>>,
@@ -275,7 +279,10 @@ impl<S: Stage> Births<S> {
                 Ok(birth) => further.births.push(birth),
                 Err(error) if failed.is_none() => failed = Some(error),
                 Err(error) => {
-                    tracing::warn!(error = &error as &dyn std::error::Error, "another one failed too")
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        "another machine of this request failed too"
+                    )
                 }
             }
         }
@@ -327,7 +334,7 @@ impl Birth<Ready> {
 }
 
 impl Birth<Released> {
-    /// What there is to record of it.
+    /// Completes its record.
     fn complete(&mut self, common: &Common) {
         let (took, gate) = (common.watch.elapsed(), self.stage.gate);
         self.record.status = Status::Running;
@@ -343,7 +350,7 @@ impl Birth<Released> {
     }
 }
 
-/// Removes new sandboxes that did not come to be.
+/// Removes new sandboxes whose creation failed.
 async fn forget(node: &Inner, ids: &[SandboxId], why: &Error) {
     for &id in ids {
         node.sandboxes.remove(id);
@@ -352,11 +359,14 @@ async fn forget(node: &Inner, ids: &[SandboxId], why: &Error) {
     let keys = ids.iter().map(SandboxId::to_string).collect();
     if let Err(error) = node.journal.records.remove::<SandboxRecord>(keys).await {
         let error = &error as &dyn std::error::Error;
-        tracing::error!(error, "records of a failed operation stay until the next start");
+        tracing::error!(
+            error,
+            "cannot remove the records of a failed operation; the next start removes them"
+        );
     }
 }
 
-/// The release gate: user processes go on only once the guest acknowledged its new generation.
+/// The release gate: user processes run only once the guest has acknowledged its new generation.
 async fn release(
     machine: &dyn Machine,
     record: &SandboxRecord,
@@ -377,7 +387,7 @@ async fn release(
     gate.release(identity_of(record), secrets, watch).await
 }
 
-/// The identity of the machine that this record is of. The gate adds what changes with every release.
+/// The identity of the machine in this record. The gate adds what changes with every release.
 fn identity_of(record: &SandboxRecord) -> Identity {
     let text = |id: Option<String>| id.unwrap_or_default();
     Identity {
@@ -393,7 +403,7 @@ fn identity_of(record: &SandboxRecord) -> Identity {
     }
 }
 
-/// What a guest calls itself: distinct for every sandbox, a valid DNS label.
+/// The guest's host name: unique per sandbox, a valid DNS label.
 fn hostname(id: SandboxId) -> String {
     let id = id.to_string();
     format!("keiki-{}", id.rsplit('-').next().unwrap_or(&id))

@@ -1,18 +1,19 @@
-//! What a node is told when it starts.
+//! The configuration of a node.
 
 use keiki_types::{EngineKind, Sharing};
 use std::{path::PathBuf, time::Duration};
 
-/// What a node is told when it starts.
+/// The configuration of a node.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Everything durable.
     pub data_dir: PathBuf,
     /// Sockets.
     pub run_dir: PathBuf,
-    /// Kernels and root disks made from packages; None: in the data directory. Several nodes may share one.
+    /// Kernels and root disks made from packages; None: in the data directory. Several nodes may
+    /// share one.
     pub cache_dir: Option<PathBuf>,
-    /// Where users keep templates of their own, `NAME.toml` each.
+    /// Directory of the user's templates, one `NAME.toml` each.
     pub templates_dir: Option<PathBuf>,
     /// Address of the API, e.g. `127.0.0.1:7777`; port 0 picks a free one.
     pub listen: String,
@@ -28,16 +29,18 @@ pub struct Config {
     pub slot_range: String,
     /// Where the guest agent binary is; it goes into the initramfs of templates.
     pub guest_binary: PathBuf,
-    /// Size of the store's own file system where one is needed, in GiB. None: half of what is free, 4 to 64.
+    /// Size of the store's own file system where one is needed, in GiB. None: half of what is free,
+    /// 4 to 64.
     pub store_gib: Option<u64>,
-    /// RAM that machines may use together, in MiB. None: nine tenths of the host's.
+    /// RAM available to all machines together, in MiB. None: nine tenths of the host's.
     pub memory_limit_mib: Option<u64>,
-    /// Monitors started ahead for each template. Each takes a slot and some memory; a create that finds one
-    /// saves its start.
+    /// Monitors started ahead for each template. Each takes a slot and some memory; a create that
+    /// finds one saves its start.
     pub seats_ahead: usize,
     /// Networks that guests may reach although they are private or local, as CIDRs.
     pub egress_allow: Vec<String>,
-    /// Domain of previews: port 8000 of a sandbox is at `8000-ID.SUFFIX`. Its names must lead to this node.
+    /// Domain of previews: port 8000 of a sandbox is at `8000-ID.SUFFIX`. Its names must lead to
+    /// this node.
     pub preview_suffix: String,
     /// Name servers of the forwarder. Empty: the host's.
     pub dns: Vec<std::net::SocketAddr>,

@@ -1,8 +1,8 @@
 //! The daemon: every verb of `/v1` as one method.
 //!
 //! ```text
-//!   Node (what HTTP calls; verbs run to their end even if the caller goes away)
-//!    └─ Inner ── sandboxes   which there are, and who may do what to one when (sandbox.rs, lifecycle.rs)
+//!   Node (called by HTTP; verbs run to their end even if the caller disconnects)
+//!    └─ Inner ── sandboxes   which there are, and what may be done to one when (sandbox.rs, lifecycle.rs)
 //!             ├─ fleet       makes and ends machines: the engine, network slots, room
 //!             ├─ journal     records, events, metrics
 //!             ├─ templates   baked machines, and VMs prepared ahead
@@ -65,12 +65,13 @@ impl Inner {
         self.watch(Arc::clone(sandbox), live);
     }
 
-    /// Runs a verb to its end even if whoever asked goes away: half a verb would leave half a machine.
+    /// Runs a verb to its end even if its caller disconnects: half a verb would leave half a
+    /// machine.
     pub(crate) async fn to_the_end<T: Send + 'static>(
         &self,
         verb: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
-        // Counted first: whoever stops the node either is seen here or waits for this.
+        // Counted first: a stop of the node is either seen here or waits for this.
         let counted = self.under_way.track_future(verb);
         if self.under_way.is_closed() {
             return Err(stopping());
@@ -90,7 +91,7 @@ impl Inner {
     }
 }
 
-/// What a verb is told that comes too late.
+/// The error of a verb that comes too late.
 pub(crate) fn stopping() -> Error {
     Error::Busy { why: "the node is stopping".into(), retry_after: Duration::from_secs(5) }
 }

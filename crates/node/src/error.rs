@@ -1,3 +1,3 @@
-//! Errors of the node are those of its API.
+//! The node's errors are the API's.
 
 pub use keiki_api::{Error, Result};

@@ -1,16 +1,17 @@
-//! What happened to which sandbox, kept for those who ask later and told to those who listen.
+//! The history of sandboxes: stored for later queries, and streamed to listeners.
 //!
 //! ```text
 //!   verb ──emit──> pending ──> writer task ──> events.db
 //!             └──> live ──> listeners
 //! ```
 //!
-//! An event costs its verb no wait for a disk: it is numbered, told and put into a list; a task of its own writes
-//! the list. The file is one of its own, apart from the records, because it need not be durable to the same
-//! degree: what was written survives the node's end, and a crash of the host may take the last second. Whoever
-//! reads writes first what is pending, so nobody misses an event between the past and the present.
+//! An event does not make its verb wait for the disk: it gets a number, goes to listeners and into
+//! a list, which a separate task writes. The file is separate from the records because it needs
+//! less durability: written events survive the node, but a crash of the host may lose the last
+//! second. A reader first writes what is pending, so it misses no event between the past and the
+//! present.
 //!
-//! Bounded: so many events of one sandbox and so many of all, the oldest go first.
+//! Bounded per sandbox and in total; the oldest events are removed first.
 
 use crate::error::{Error, Result};
 use futures::{Stream, stream};
@@ -37,7 +38,8 @@ pub const MOST: usize = keiki_api::MAX_EVENTS;
 const PENDING: usize = 10_000;
 /// A listener that is further behind reads from the file again.
 const BEHIND: usize = 256;
-/// Numbers skipped at a start: an earlier node may have told of events that it could not write any more.
+/// Numbers skipped at a start: an earlier node may have told of events that it could not write any
+/// more.
 const SKIPPED: u64 = PENDING as u64;
 /// Characters of a reason.
 const REASON: usize = 2000;
@@ -125,11 +127,11 @@ impl Events {
         let inner = Arc::clone(&self.inner);
         let written = tokio::task::spawn_blocking(move || inner.write(&mut inner.database()));
         if let Ok(Err(error)) = written.await {
-            tracing::error!(error = &*error, "events could not be written; tried again with the next one");
+            tracing::error!(error = &*error, "cannot write events; the next event retries");
         }
     }
 
-    /// Numbers an event, tells it, and leaves it to be written.
+    /// Numbers an event, sends it to listeners, and queues it for writing.
     pub fn emit(&self, mut event: Event) {
         event.at = crate::records::rfc3339(time::OffsetDateTime::now_utc());
         if let Some(reason) = &mut event.reason
@@ -145,13 +147,14 @@ impl Events {
                 queue.pending.pop_front();
             }
             queue.pending.push_back(event.clone());
-            // Told in the order of their numbers. Nobody listening is no failure.
+            // Sent in the order of their numbers. Having no listener is not an error.
             let _ = self.inner.live.send(event);
         }
         self.inner.wanted.notify_one();
     }
 
-    /// Events after `since`, oldest first, at most `limit`; of one sandbox or of all. Without `since`: the last ones.
+    /// Events after `since`, oldest first, at most `limit`; of one sandbox or of all. Without
+    /// `since`: the last ones.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -166,8 +169,8 @@ impl Events {
         read.map_err(|cause| Error::internal("the node's events cannot be read or written", cause))
     }
 
-    /// Events after `since` and then those that come, without an end and without a gap. Ends only if the file cannot
-    /// be read.
+    /// Events after `since` and then those that come, without an end and without a gap. Ends only
+    /// if the file cannot be read.
     pub fn follow(
         &self,
         of: Option<SandboxId>,
@@ -232,8 +235,8 @@ impl Inner {
         self.database.lock()
     }
 
-    /// Writes what is pending; what cannot be written stays pending. Call with the file held, so that the order of
-    /// the file is that of the numbers.
+    /// Writes what is pending; what cannot be written stays pending. Call with the file held, so
+    /// that the order of the file is that of the numbers.
     fn write(&self, database: &mut Connection) -> anyhow::Result<()> {
         let pending: Vec<Event> = self.queue().pending.iter().cloned().collect();
         let Some(last) = pending.last().map(|event| event.seq) else { return Ok(()) };
@@ -315,7 +318,7 @@ mod tests {
         assert!(of_noisy.is_sorted_by_key(|event| event.seq));
         let all = events.list(None, None, MOST).await?;
         assert_eq!(all.first().map(|event| event.sandbox_id), Some(quiet));
-        // Numbers go on after a restart, past all that were ever told.
+        // After a restart, numbers continue beyond all that were ever sent.
         let last = all.last().map_or(0, |event| event.seq);
         events.emit(event(quiet, EventKind::Deleted));
         let fresh = events.list(Some(quiet), Some(last), MOST).await?;

@@ -1,8 +1,9 @@
-//! The machines of this node, and what they need of the host: an engine that runs them, a network slot for each,
-//! directories, room in RAM and on disk.
+//! The machines of this node, and what they need of the host: an engine that runs them, a network
+//! slot for each, directories, room in RAM and on disk.
 //!
-//! A machine begins as a VM that is prepared over a memory image ([`Fleet::prepare`]) and thawed into
-//! ([`Fleet::thaw`]), or, while a template is baked, with a boot. Whatever fails, nothing of it is left.
+//! A machine begins as a VM that is prepared over a memory image ([`Fleet::prepare`]) and thawed
+//! into ([`Fleet::thaw`]), or, while a template is baked, with a boot. Whatever fails, nothing of
+//! it is left.
 
 use crate::{
     admission::{Admission, DiskRoom, Ticket},
@@ -17,9 +18,9 @@ use keiki_types::{SandboxId, Shape, Sharing};
 use std::{path::Path, sync::Arc, time::Duration};
 use tokio::sync::Semaphore;
 
-/// How much of the guest's console a failure shows, in bytes: a kernel's panic, from what happened to its last line.
+/// Bytes of the guest's console to show with a failure: enough for a whole kernel panic.
 pub(crate) const CONSOLE_TAIL: usize = 4096;
-/// Machines started or released at once, for each CPU.
+/// Machines to start or release at the same time, per CPU.
 const STARTING_PER_CPU: usize = 3;
 
 /// Makes machines and ends them.
@@ -51,7 +52,7 @@ impl Prepared {
     }
 }
 
-/// A machine that runs and whose guest was not released yet.
+/// A running machine whose guest is not released yet.
 pub(crate) struct Unreleased {
     pub id: SandboxId,
     pub machine: Box<dyn Machine>,
@@ -78,17 +79,18 @@ impl Fleet {
         }
     }
 
-    /// More machines than a few per CPU, started or released at once, would only make all of them late.
+    /// Starting or releasing more than a few machines per CPU at the same time would only delay all
+    /// of them.
     pub async fn permit(&self) -> Option<tokio::sync::SemaphorePermit<'_>> {
         self.starting.acquire().await.ok()
     }
 
-    /// Room on the store, for as long as the operation runs.
+    /// Reserves space on the store, for as long as the operation runs.
     pub fn reserve_disk(&self, bytes: u64) -> Result<Ticket> {
         self.room.reserve(bytes, || self.store.free_bytes())
     }
 
-    /// What the machine of this sandbox owns.
+    /// The paths that the machine of this sandbox owns.
     pub fn paths(&self, id: SandboxId, slot: Option<&Slot>) -> VmPaths {
         VmPaths {
             dir: self.store.sandbox(id),
@@ -100,10 +102,13 @@ impl Fleet {
     /// A memory image in a new directory, for a freeze to fill.
     pub async fn image(&self, dir: &Path, shape: Shape) -> Result<Image> {
         make_dir(dir)?;
-        self.engine.image(dir, shape).await.map_err(|error| engine_error("cannot make a memory image", error))
+        self.engine
+            .image(dir, shape)
+            .await
+            .map_err(|error| engine_error("cannot create a memory image", error))
     }
 
-    /// Opens a frozen machine whose memory may be shared in this scope, and in none wider than the node's.
+    /// Opens a frozen machine whose memory may be shared in this scope, limited to the node's own.
     pub async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>> {
         let loaded = self.engine.load(dir, sharing.min(self.sharing)).await;
         loaded.map_err(|error| engine_error("the snapshot cannot be loaded", error))
@@ -128,7 +133,7 @@ impl Fleet {
         }
     }
 
-    /// Gives a prepared VM up.
+    /// Cancels a prepared VM.
     pub async fn cancel(&self, prepared: Prepared) {
         prepared.vm.cancel().await;
         self.clear(prepared.id, Some(prepared.slot)).await;
@@ -176,15 +181,15 @@ impl Fleet {
         self.end_machine(live.id, live.machine.as_ref(), slot).await;
     }
 
-    /// Ends a machine and takes back everything it had.
+    /// Ends a machine and reclaims everything it had.
     pub async fn end_machine(&self, id: SandboxId, machine: &dyn Machine, slot: Option<Slot>) {
         if let Err(error) = machine.stop().await {
-            tracing::error!(%id, error = &error as &dyn std::error::Error, "a monitor could not be ended");
+            tracing::error!(%id, error = &error as &dyn std::error::Error, "cannot end a monitor");
         }
         self.clear(id, slot).await;
     }
 
-    /// Removes a machine's directories and gives its slot back.
+    /// Removes a machine's directories and returns its slot.
     pub async fn clear(&self, id: SandboxId, slot: Option<Slot>) {
         for dir in [self.store.sandbox(id), self.store.run(id)] {
             self.store.remove_or_log(dir).await;
@@ -197,7 +202,7 @@ impl Fleet {
     /// A network slot and directories for a machine.
     async fn allot(&self, id: SandboxId) -> Result<(Slot, VmPaths)> {
         let slot = self.slots.take().await;
-        let slot = slot.map_err(|cause| Error::internal("no network slot can be made", cause))?;
+        let slot = slot.map_err(|cause| Error::internal("cannot create a network slot", cause))?;
         let paths = self.paths(id, Some(&slot));
         match make_dir(&paths.dir).and_then(|()| make_dir(&paths.run_dir)) {
             Ok(()) => Ok((slot, paths)),
@@ -220,7 +225,7 @@ pub(crate) fn engine_error(what: &str, error: EngineError) -> Error {
     }
 }
 
-/// Adds the end of the guest's console, where the reason stands if the guest caused the failure.
+/// Adds the end of the guest's console, which has the reason if the guest caused the failure.
 pub(crate) async fn with_console(error: Error, machine: &dyn Machine) -> Error {
     let tail = tokio::time::timeout(Duration::from_secs(2), machine.console(CONSOLE_TAIL)).await;
     let tail = String::from_utf8_lossy(&tail.unwrap_or_default()).trim().to_owned();

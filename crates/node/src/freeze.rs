@@ -3,11 +3,13 @@
 //! 1. the guest flushes its disk, while everything runs;
 //! 2. it freezes its user processes;
 //! 3. secrets that the copy must not have leave the machine;
-//! 4. the engine parks the vCPUs, takes RAM, device state and disk at one instant, and lets the vCPUs run;
+//! 4. the engine parks the vCPUs, takes RAM, device state and disk at one instant, and lets the
+//!    vCPUs run;
 //! 5. the secrets are back;
 //! 6. the guest thaws its user processes.
 //!
-//! Whatever fails, the original goes on: steps 5 and 6 are taken all the same. A pause is steps 1 and 2.
+//! If a step fails, the original still continues: steps 5 and 6 always run. A pause is steps 1 and
+//! 2.
 
 use crate::{
     daemon::Inner,
@@ -30,25 +32,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Disk that one more running machine needs before it writes anything of its own.
+/// Disk space that a running machine needs before it writes anything.
 const MACHINE_DISK_BYTES: u64 = 8 << 20;
 
-/// What a freeze gives.
+/// The result of a freeze.
 pub(crate) struct Taken {
     pub frozen: Arc<dyn Frozen>,
     pub pause: Pause,
 }
 
-/// How long the original stood still.
+/// How long the original was paused.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pause {
     pub vcpu: Duration,
-    /// None: its user processes stood still before, or do so for ever.
+    /// None: its user processes were frozen before, or stay frozen.
     pub user: Option<Duration>,
 }
 
 impl Pause {
-    /// Of the verb that paused a machine for this long.
+    /// The times of a verb that paused a machine for this long.
     pub fn of_verb(self, watch: &Stopwatch) -> Timings {
         self.add_to(timings(watch))
     }
@@ -58,16 +60,16 @@ impl Pause {
     }
 }
 
-/// What becomes of the original after the freeze.
+/// What happens to the original after the freeze.
 pub(crate) enum After<'a> {
-    /// It goes on, and the copy has what it has.
+    /// It continues, and the copy has everything it has.
     GoesOn,
-    /// It goes on. These secrets are not in the copy; meanwhile they are in its run directory.
+    /// It continues. The copy does not have these secrets; meanwhile they are in its run directory.
     KeepsSecrets(&'a [String], &'a Path),
     Ends,
 }
 
-/// A guest whose disk is flushed and whose user processes stand still.
+/// A guest whose disk is flushed and whose user processes are frozen.
 pub(crate) struct Still<'a> {
     guest: &'a GuestLink,
     since: Instant,
@@ -83,7 +85,7 @@ impl<'a> Still<'a> {
         Ok(Self { guest, since })
     }
 
-    /// Lets the user processes run; how long they stood still.
+    /// Thaws the user processes; returns how long they were frozen.
     pub async fn release(self, watch: &mut Stopwatch) -> Result<Duration> {
         let thawed = self.guest.thaw_user().await;
         let stood = self.since.elapsed();
@@ -127,7 +129,7 @@ pub(crate) async fn freeze(
     Ok(Taken { frozen, pause: Pause { user: Some(stood), ..pause } })
 }
 
-/// Freezes a machine whose guest stands still, or that is paused.
+/// Freezes a machine whose guest is still, or that is paused.
 async fn freeze_vcpus(machine: &dyn Machine, image: Image, watch: &mut Stopwatch) -> Result<Taken> {
     let (frozen, report) =
         machine.freeze(image).await.map_err(|error| engine_error("the machine cannot be frozen", error))?;

@@ -16,7 +16,10 @@ use std::{
 /// If it can be neither read nor made, or is damaged.
 pub fn secret(path: &Path) -> anyhow::Result<Secret> {
     match fs::read(path) {
-        Ok(bytes) => bytes.try_into().ok().context("it is damaged: remove it, and what it was for ends"),
+        Ok(bytes) => bytes
+            .try_into()
+            .ok()
+            .context("it is damaged: remove it, which invalidates everything made with it"),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let mut secret = Secret::default();
             rand::rng().fill_bytes(&mut secret);

@@ -1,4 +1,5 @@
-//! Which verbs a sandbox accepts in which state. Pure: no clock, no I/O, so that every pair is tested.
+//! Which verbs a sandbox accepts in which state. Pure: no clock, no I/O, so that every pair is
+//! tested.
 //!
 //! ```text
 //!  creating ──> running <──pause/resume──> paused
@@ -12,7 +13,7 @@
 use keiki_types::Status;
 use std::time::{Duration, Instant};
 
-/// What somebody wants of a sandbox.
+/// An operation on a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
     /// Exec, files, terminal: needs a running guest; wakes a hibernated one.
@@ -91,8 +92,9 @@ pub fn sweep(status: Status, idle_ms: u64, ttl_seconds: u64, in_flight: usize, p
     }
 }
 
-/// Who came first, a use or the end of the time. Every step is taken whole, under one lock: whatever the order in
-/// which they arrive, a use that has begun keeps the sweeper off, and one that comes later waits for what it does.
+/// Who came first, a use or the end of the time. Every step is taken whole, under one lock:
+/// whatever the order in which they arrive, a use that has begun keeps the sweeper off, and one
+/// that comes later waits for what it does.
 #[derive(Debug, Clone, Copy)]
 pub struct IdleTracker {
     in_flight: usize,
@@ -159,8 +161,8 @@ impl IdleTracker {
         if self.in_flight > 0 { Duration::ZERO } else { now.saturating_duration_since(self.last_activity) }
     }
 
-    /// The sweeper looks. If it is to hibernate, new uses wait from now on; if it is to delete, the caller marks that
-    /// in the same step.
+    /// The sweeper looks. If it is to hibernate, new uses wait from now on; if it is to delete, the
+    /// caller marks that in the same step.
     pub fn sweep(&mut self, status: Status, now: Instant, ttl_seconds: u64, persistent: bool) -> Sweep {
         let idle = u64::try_from(self.idle(now).as_millis()).unwrap_or(u64::MAX);
         let verdict = sweep(status, idle, ttl_seconds, self.in_flight, persistent);
@@ -252,7 +254,7 @@ mod tests {
                         };
                         prop_assert_eq!(tracker.sweep(status, now, ttl, persistent), expected);
                         if expected != Sweep::Keep {
-                            // Nobody is cut off: no use was in flight, none can begin.
+                            // No use is cut off: none was in flight, and none can start.
                             claimed = Some(expected);
                             if expected == Sweep::Delete {
                                 status = Status::Stopping;

@@ -1,4 +1,4 @@
-//! A lock for each name, made when somebody asks for it and forgotten when nobody uses it.
+//! A lock per name, created on demand and dropped when it is unused.
 
 use parking_lot::Mutex;
 use std::{

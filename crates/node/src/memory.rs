@@ -11,7 +11,7 @@ use tokio::sync::Mutex;
 
 /// Reading the memory use of every monitor is work: it is done at most so often.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
-/// Monitors measured at once.
+/// Monitors measured at the same time.
 const AT_ONCE: usize = 4;
 
 /// Memory of all machines, as it was a moment ago.

@@ -1,9 +1,11 @@
-//! What the node counts and measures, in the text format that Prometheus reads.
+//! Metrics of the node, in the Prometheus text format.
 //!
-//! Two kinds. *Counters and histograms* grow while the node works: a verb that is done adds its steps; each costs a look into a small table. *Gauges* say how things are: nobody keeps them current, they are
-//! read when somebody asks ([`Gauges`]). docs/METRICS.md lists all of them.
+//! Two kinds. *Counters and histograms* grow while the node works: a verb that succeeds adds its
+//! steps, each at the cost of one lookup in a small table. *Gauges* describe the current state and
+//! are computed on scrape ([`Gauges`]). docs/METRICS.md lists all of them.
 //!
-//! Labels have few values, whatever callers and guests do: no ids, no paths but routes, no step that a guest named.
+//! Labels have few values, whatever callers and guests do: no ids, routes instead of paths, no step
+//! names from a guest.
 
 use keiki_api::HISTOGRAM_BOUNDS;
 use keiki_sys::heap::Heap;
@@ -106,7 +108,7 @@ struct Figures {
     process_threads: Gauge,
 }
 
-/// How things are, at the moment somebody asks.
+/// The current state, at a scrape.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Gauges {
     /// Version of the node, and what runs its machines.
@@ -115,7 +117,7 @@ pub struct Gauges {
     pub sandboxes: Vec<(Status, usize)>,
     /// Monitors that wait, by template.
     pub prestarted: Vec<(String, usize)>,
-    /// RAM that machines may use together.
+    /// RAM available to all machines together.
     pub memory_limit: u64,
     /// RAM promised to them, each by its worst case.
     pub memory_admitted: u64,
@@ -202,7 +204,7 @@ impl Inner {
         );
         keiki.register("sandbox_events", "Events of sandboxes", self.events.clone());
         keiki.register("sandboxes", "Sandboxes by state", self.sandboxes.clone());
-        keiki.register("prestarted_machines", "Monitors that wait for a create", self.prestarted.clone());
+        keiki.register("prestarted_machines", "VMs prepared ahead of creates", self.prestarted.clone());
         keiki.register("build_info", "Version and engine of the node; always 1", self.build.clone());
     }
 }
@@ -211,26 +213,22 @@ impl Figures {
     fn register(&self, registry: &mut Registry) {
         let keiki = registry.sub_registry_with_prefix("keiki");
         for (name, help, gauge) in [
-            ("memory_limit", "RAM that machines may use together", &self.memory_limit),
-            ("memory_admitted", "RAM promised to machines, by their worst case", &self.memory_admitted),
+            ("memory_limit", "RAM available to all machines together", &self.memory_limit),
+            ("memory_admitted", "RAM reserved for machines, each at its worst case", &self.memory_admitted),
             ("memory_guest", "RAM that guests believe they have", &self.memory_guest),
             ("memory_resident", "Resident sets of all monitors", &self.memory_resident),
-            ("memory_pss", "Proportional sets of all monitors", &self.memory_pss),
-            ("memory_private", "Guest pages of one machine alone", &self.memory_private),
+            ("memory_pss", "Proportional set sizes of all monitors", &self.memory_pss),
+            ("memory_private", "Guest pages that only one machine has", &self.memory_private),
             ("memory_shared", "Guest pages that are shared", &self.memory_shared),
             ("store_size", "Size of the store's file system", &self.store_size),
             ("store_free", "Store bytes free for new data", &self.store_free),
-            ("store_reserved", "Store bytes promised to operations under way", &self.store_reserved),
-            ("heap_used", "Heap of the node that is used", &self.heap_used),
-            ("heap_kept", "Heap of the node that was freed and is kept for more", &self.heap_kept),
+            ("store_reserved", "Store bytes reserved for running operations", &self.store_reserved),
+            ("heap_used", "Heap of the node in use", &self.heap_used),
+            ("heap_kept", "Heap of the node freed and kept for reuse", &self.heap_kept),
         ] {
             keiki.register_with_unit(name, help, Unit::Bytes, gauge.clone());
         }
-        keiki.register(
-            "slots_used",
-            "Network slots of machines and waiting monitors",
-            self.slots_used.clone(),
-        );
+        keiki.register("slots_used", "Network slots of machines and prepared VMs", self.slots_used.clone());
         keiki.register("slots_ready", "Network slots built ahead", self.slots_ready.clone());
         keiki.register("snapshots", "Snapshots", self.snapshots.clone());
         // Names that every Prometheus client gives to its own process.

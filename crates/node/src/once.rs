@@ -1,10 +1,10 @@
 //! Requests that are carried out once, however often they are sent.
 //!
-//! A caller whose connection broke does not know whether its sandbox was made. It names the request
-//! (`Idempotency-Key`) and sends it again: the node carries the first one out and answers later ones with what
-//! that made. The name is written in the same transaction as what was made (`Records::put_made`), so a crash
-//! between the two cannot be, and a request that failed leaves no name behind: sending it again tries again. Of two
-//! at the same time the second waits for the first.
+//! A caller whose connection broke does not know whether its sandbox was created. It names the
+//! request (`Idempotency-Key`) and sends it again: the node carries out the first one and answers
+//! later ones with its result. The name is written in the same transaction as the result
+//! (`Records::put_made`), so no crash can come between the two. A failed request leaves no name
+//! behind: a retry runs again. Of two concurrent requests the second waits for the first.
 
 use crate::{
     daemon::Inner,
@@ -18,7 +18,8 @@ use tokio::sync::OwnedRwLockWriteGuard;
 type Permit = Option<OwnedRwLockWriteGuard<()>>;
 
 impl Inner {
-    /// Carries out a verb, unless a request of this name did it before: then the answer is `again` of what that made.
+    /// Carries out a verb, unless a request of this name did it before: then the answer is `again`
+    /// of what that made.
     pub(crate) async fn once<T>(
         &self,
         once: Option<&Once>,

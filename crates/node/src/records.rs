@@ -1,7 +1,8 @@
-//! What the node must still know after a crash: sandboxes, snapshots, templates, and the generation counter.
+//! What the node must still know after a crash: sandboxes, snapshots, templates, and the generation
+//! counter.
 //!
-//! One SQLite file. A row is an id, a few columns to find it by, and the record as JSON. Every write is
-//! durable when it returns.
+//! One SQLite file. A row is an id, a few columns to find it by, and the record as JSON. Every
+//! write is durable when it returns.
 
 use crate::error::{Error, Result};
 use keiki_sys::failpoint;
@@ -17,7 +18,8 @@ use time::OffsetDateTime;
 
 pub use keiki_api::rfc3339;
 
-/// Generations are taken from the database in blocks: one durable write serves this many individuals.
+/// Generations are taken from the database in blocks: one durable write serves this many
+/// individuals.
 const GENERATION_BLOCK: u64 = 1024;
 
 /// How long, and how many, named requests are remembered.
@@ -164,8 +166,8 @@ pub struct TemplateRecord {
     pub kernel: String,
 }
 
-/// A request that its caller gave a name, and what it made. It is written together with what was made, so one is
-/// never there without the other.
+/// A request that its caller gave a name, and what it made. It is written together with what was
+/// made, so one is never there without the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestRecord {
     /// Digest of the caller and the name.
@@ -258,7 +260,8 @@ impl Records {
         self.put_made(rows, None).await
     }
 
-    /// Writes records, and the named request that made them, all or none. Old requests are forgotten.
+    /// Writes records, and the named request that made them, all or none. Old requests are
+    /// forgotten.
     ///
     /// # Errors
     /// If the database cannot be written.
@@ -290,7 +293,7 @@ impl Records {
         .await
     }
 
-    /// Removes records, all or none. Missing ones are no error.
+    /// Removes records, all or none. A missing record is not an error.
     ///
     /// # Errors
     /// If the database cannot be written.
@@ -365,7 +368,8 @@ impl Records {
         .await
     }
 
-    /// A generation that no individual of this node has had or will have, greater than all before it.
+    /// A generation that no individual of this node has had or will have, greater than all before
+    /// it.
     ///
     /// # Errors
     /// If the database cannot be written.
@@ -392,15 +396,15 @@ impl Records {
     {
         let inner = Arc::clone(&self.inner);
         let done = tokio::task::spawn_blocking(move || work(&mut inner.lock())).await;
-        done.map_err(|cause| Error::internal("the record keeper failed", cause))?.map_err(|cause| match cause
-            .downcast_ref::<rusqlite::Error>()
-            .and_then(rusqlite::Error::sqlite_error_code)
-        {
-            Some(rusqlite::ErrorCode::DiskFull) => {
-                Error::NoRoom("the disk with the node's records is full".into())
-            }
-            _ => Error::internal("the node's records cannot be read or written", cause),
-        })
+        done.map_err(|cause| Error::internal("the thread that keeps the records failed", cause))?.map_err(
+            |cause| match cause.downcast_ref::<rusqlite::Error>().and_then(rusqlite::Error::sqlite_error_code)
+            {
+                Some(rusqlite::ErrorCode::DiskFull) => {
+                    Error::NoRoom("the disk with the node's records is full".into())
+                }
+                _ => Error::internal("the node's records cannot be read or written", cause),
+            },
+        )
     }
 }
 

@@ -1,5 +1,5 @@
-//! What a node that starts finds of an earlier one: machines that still run go on, and everything half-made is
-//! removed. The records decide: what they do not name does not exist.
+//! Recovery at startup from an earlier node: running machines continue, and everything incomplete
+//! is removed. The records decide: what they do not name does not exist.
 
 use crate::{
     daemon::Inner,
@@ -18,7 +18,8 @@ use std::{
     sync::Arc,
 };
 
-/// The earlier node may also have had secrets of it in its hands. A machine that does not take them goes on without.
+/// The earlier node may also have held secrets of it. A machine that does not accept them continues
+/// without.
 async fn put_back_left(id: SandboxId, guest: &GuestLink, run: &Path) {
     let put = match Out::left(run) {
         Ok(Some(out)) => out.put_back(guest).await,
@@ -26,7 +27,7 @@ async fn put_back_left(id: SandboxId, guest: &GuestLink, run: &Path) {
         Err(error) => Err(error),
     };
     match put {
-        Ok(()) => tracing::info!(%id, "secrets are back that an earlier node took out"),
+        Ok(()) => tracing::info!(%id, "restored secrets that an earlier node had taken out"),
         Err(error) => tracing::error!(%id, error = &error as &dyn std::error::Error, "secrets are lost"),
     }
 }
@@ -41,7 +42,7 @@ impl Inner {
                 Status::Running | Status::Paused => self.recover_live(record.clone()).await?,
                 Status::Hibernated | Status::Failed => self.recover_at_rest(record.clone()).await?,
                 Status::Creating | Status::Stopping | Status::Deleted => {
-                    tracing::info!(id = %record.id, status = %record.status, "removing what was half-made");
+                    tracing::info!(id = %record.id, status = %record.status, "removing an incomplete directory");
                     self.end_leftovers(record.id).await?;
                     self.journal.records.remove::<SandboxRecord>(vec![record.id.to_string()]).await?;
                     continue;
@@ -69,7 +70,7 @@ impl Inner {
                 self.adopt(&sandbox, record, live);
                 Ok(())
             }
-            Ok(None) => self.recover_failed(record, "its machine ended while the node was away".into()).await,
+            Ok(None) => self.recover_failed(record, "its machine ended while the node was down".into()).await,
             Err(error) => self.recover_failed(record, format!("it could not be found again: {error}")).await,
         }
     }
@@ -108,9 +109,9 @@ impl Inner {
         }
     }
 
-    /// The earlier node may have ended in the middle of a freeze: the machine goes on as it was recorded.
+    /// The earlier node may have died in the middle of a freeze: the machine continues as recorded.
     async fn take_up(&self, record: &SandboxRecord, machine: &dyn Machine) -> Result<GuestLink> {
-        let broken = |cause| Error::internal("its machine does not go on", cause);
+        let broken = |cause| Error::internal("cannot resume its machine", cause);
         if record.status == Status::Running {
             machine.resume().await.map_err(broken)?;
             let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
@@ -146,7 +147,7 @@ impl Inner {
     /// Ends whatever runs with a sandbox's resources and removes them.
     async fn end_leftovers(&self, id: SandboxId) -> Result<()> {
         let paths = self.fleet.paths(id, None);
-        let stuck = |cause| Error::internal("a left-over monitor cannot be ended", cause);
+        let stuck = |cause| Error::internal("cannot end a leftover monitor", cause);
         if let Some(machine) = self.fleet.engine.adopt(&paths).await.map_err(stuck)? {
             machine.stop().await.map_err(stuck)?;
         }
@@ -154,7 +155,8 @@ impl Inner {
         self.store.remove(paths.run_dir).await
     }
 
-    /// Machines and directories that no record names: places that waited, creates and forks cut short.
+    /// Machines and directories that no record names: places that waited, creates and forks cut
+    /// short.
     pub(crate) async fn clear_unnamed(&self, named: &HashSet<SandboxId>) -> Result<()> {
         for name in self.store.names("sandboxes")? {
             match name.parse() {
@@ -187,7 +189,7 @@ impl Inner {
         for name in self.store.names(part)? {
             let dir = self.store.root().join(part).join(name);
             if !keep.contains(&dir) {
-                tracing::info!(dir = %dir.display(), "removing what was half-made");
+                tracing::info!(dir = %dir.display(), "removing an incomplete directory");
                 self.store.remove(dir).await?;
             }
         }

@@ -1,10 +1,12 @@
-//! One sandbox in memory: its record, its machine while it has one, and who may do what to it when.
+//! One sandbox in memory: its record, its machine while it has one, and which operations may run at
+//! the same time.
 //!
 //! Two locks, never held the other way round:
 //!
-//! - [`Sandbox::verb`] serialises the verbs that change what the sandbox is (pause, freeze, delete, ...).
-//! - `state` is held for moments: it decides, atomically, whether a use begins or the sweeper claims the
-//!   sandbox, so that a request that arrived first always wins.
+//! - [`Sandbox::verb`] serialises the verbs that change what the sandbox is (pause, freeze, delete,
+//!   ...).
+//! - `state` is held for moments: it decides, atomically, whether a use begins or the sweeper
+//!   claims the sandbox, so that a request that arrived first always wins.
 
 use crate::{
     admission::Ticket,
@@ -27,7 +29,8 @@ use tonic::transport::Channel;
 /// Parts how a machine ended from what its guest said last, in a record's `error`.
 pub const CONSOLE_MARK: &str = "; the console ends with:\n";
 
-/// A sandbox that the node knows. `L` is its machine: who may do what when does not depend on what that is.
+/// A sandbox that the node knows. `L` is its machine: who may do what when does not depend on what
+/// that is.
 pub struct Sandbox<L = Live> {
     /// Id.
     pub id: SandboxId,
@@ -81,7 +84,8 @@ impl Use {
         }
     }
 
-    /// What became of the machine, for a request that it failed: a node's failure where it is still there.
+    /// What became of the machine, for a request that it failed: a node's failure where it is still
+    /// there.
     pub async fn explain(&self, error: Error) -> Error {
         if !matches!(error, Error::Internal { .. }) {
             return error;
@@ -168,8 +172,8 @@ impl<L> Sandbox<L> {
         self.state().live.clone()
     }
 
-    /// Begins a use (exec, files, terminal). What is hibernated is woken with `wake`, which takes the verb; what is on
-    /// its way there is waited for.
+    /// Begins a use (exec, files, terminal). What is hibernated is woken with `wake`, which takes
+    /// the verb; what is on its way there is waited for.
     ///
     /// # Errors
     /// 409 in a state that cannot be used, and those of `wake`.
@@ -216,8 +220,8 @@ impl<L> Sandbox<L> {
         }
     }
 
-    /// If its time is up, claims it for the sweeper: from then on no use can begin. Not while somebody is changing it:
-    /// that is activity, and the next look will see.
+    /// If its TTL has expired, claims it for the sweeper: from then on no use can start. Not while
+    /// a verb is changing it: that is activity, and the next look will see.
     #[must_use]
     pub fn claim_if_idle(&self) -> Option<Claim> {
         let verb = Arc::clone(&self.verb).try_lock_owned().ok()?;
@@ -238,7 +242,7 @@ impl<L> Sandbox<L> {
         state.record.clone()
     }
 
-    /// Gives it a machine and a state at once.
+    /// Sets its machine and its state together.
     pub fn set_live(&self, live: Option<Arc<L>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
         let mut state = self.state();
         state.live = live;
@@ -304,7 +308,7 @@ impl Sandbox {
     }
 }
 
-/// Why a record's state refuses something; of a machine that ended by itself, with its last words.
+/// Why a record's state does not allow something; with the exit reason, if the machine exited.
 fn refusal(record: &SandboxRecord, why: &str) -> Error {
     let what = format!("sandbox {} {why}", record.id);
     match record.status {
@@ -313,7 +317,7 @@ fn refusal(record: &SandboxRecord, why: &str) -> Error {
     }
 }
 
-/// What the guest said last, of a machine that ended by itself.
+/// The guest's last console output, if the machine exited.
 pub fn console_of(record: &SandboxRecord) -> Option<String> {
     let (_, console) = record.error.as_deref()?.split_once(CONSOLE_MARK)?;
     Some(console.trim().to_owned())

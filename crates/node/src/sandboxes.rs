@@ -15,7 +15,7 @@ pub struct Sandboxes {
 
 impl Sandboxes {
     /// # Errors
-    /// 404 if there is none of this id.
+    /// 404 if there is no such sandbox.
     pub fn get(&self, id: SandboxId) -> Result<Arc<Sandbox>> {
         self.all.read().get(&id).cloned().ok_or_else(|| Error::NotFound(format!("no sandbox {id}")))
     }

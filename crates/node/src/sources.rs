@@ -1,7 +1,8 @@
 //! Directories that machines are thawed from: one that is being read is not removed.
 //!
-//! Removing a snapshot or a template version first takes its name away, so that nobody new finds it, then claims
-//! the directory, which waits for those who hold it. A machine that is up needs it no more: it has links of its own.
+//! Removing a snapshot or a template version first removes its name, so that no new user finds it,
+//! then claims the directory, which waits for its holders. A running machine no longer needs it: it
+//! has hard links.
 
 use crate::locks::Locks;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ pub(crate) struct Hold {
     _guard: OwnedRwLockReadGuard<()>,
 }
 
-/// Nobody holds the directory.
+/// The directory has no holder.
 pub(crate) struct Claim {
     _guard: OwnedRwLockWriteGuard<()>,
 }
@@ -29,7 +30,7 @@ impl Sources {
         Hold { _guard: self.locks.of(dir.into()).read_owned().await }
     }
 
-    /// Waits until nobody holds a directory whose name was taken away.
+    /// Waits until a directory whose name was removed has no holder.
     pub async fn claim(&self, dir: &Path) -> Claim {
         Claim { _guard: self.locks.of(dir.into()).write_owned().await }
     }

@@ -1,4 +1,5 @@
-//! Snapshots grow old: what is in one gets no fix any more. Which are told of, and which are not restored.
+//! Stale snapshots: a snapshot receives no updates. Which ones are reported, and which are not
+//! restored.
 
 use crate::{
     config::Config,
@@ -24,8 +25,8 @@ impl Inner {
             return Ok(());
         }
         Err(Error::Conflict(format!(
-            "snapshot {} is {} old, and this node restores none older than {}: make it anew from template {} (bake that \
-             again with `keiki template rebake {}`), or raise snapshot_refuse_age",
+            "snapshot {} is {} old, and this node restores none older than {}: take a new one of a sandbox from \
+             template {} (`keiki template rebake {}` bakes it again), or raise snapshot_refuse_age",
             snapshot.id,
             span(age),
             span(limit),

@@ -39,7 +39,7 @@ impl Node {
     pub async fn start(config: Config) -> Result<Self> {
         if !config.guest_binary.is_file() {
             return Err(Error::Invalid(format!(
-                "no guest agent at {}: build it, or say where it is with --guest-binary",
+                "no guest agent at {}: build it, or set --guest-binary",
                 config.guest_binary.display()
             )));
         }
@@ -58,10 +58,11 @@ impl Node {
         let events = Events::open(&store.events())?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
         let preview_key = key::secret(&store.preview_key())
-            .map_err(|cause| Error::internal("cannot read or make the secret of previews", cause))?;
+            .map_err(|cause| Error::internal("cannot read or create the key for previews", cause))?;
         let previews = Previews::new(preview_key, &config.preview_suffix, trusts_all)?;
-        let request_key = key::secret(&store.request_key())
-            .map_err(|cause| Error::internal("cannot read or make the key of named requests", cause))?;
+        let request_key = key::secret(&store.request_key()).map_err(|cause| {
+            Error::internal("cannot read or create the key for idempotent requests", cause)
+        })?;
         let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
@@ -91,14 +92,14 @@ impl Node {
         Ok(Self { inner })
     }
 
-    /// Stops: no verb begins any more, and those under way come to their end. Machines go on running for the
+    /// Stops: no new verb starts, and running ones finish. Machines keep running for the
     /// next node to find, unless this one is ephemeral.
     pub async fn stop(&self) {
         let inner = &self.inner;
         inner.under_way.close();
         inner.close_templates().await;
         if tokio::time::timeout(VERB_LIMIT, inner.under_way.wait()).await.is_err() {
-            tracing::error!("some operations did not come to an end; the next start removes what they leave");
+            tracing::error!("some operations did not finish; the next start cleans up after them");
         }
         inner.fleet.engine.close().await;
         for sandbox in inner.sandboxes.all().into_iter().filter(|_| inner.config.ephemeral) {

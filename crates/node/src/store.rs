@@ -1,10 +1,10 @@
-//! Where everything lies on this node, and the file system it lies on.
+//! The directories of a node, and the file system of its store.
 //!
 //! ```text
 //! <data>/keiki.db            records
 //! <data>/events.db           what happened to sandboxes
 //! <data>/preview.key         seals links to previews
-//! <data>/requests.key        what digests of named requests are made with
+//! <data>/requests.key        key of the digests of idempotent requests
 //! <data>/lock, <run>/lock      held by the node that runs on them
 //! <data>/cache/              kernels and root disks, made from packages
 //! <data>/store.xfs           only where <data>'s file system has no reflinks: mounted on
@@ -13,7 +13,7 @@
 //!     snapshots/<id>/               a snapshot
 //!     hibernated/<id>/              the snapshot a hibernated sandbox wakes from
 //!     sandboxes/<id>/               what a running machine owns (and hard links to what it shares)
-//!     scratch/                      half-made things; emptied at start
+//!     scratch/                      incomplete directories; emptied at start
 //! <run>/<id>/                sockets of a running machine
 //! ```
 //!
@@ -48,7 +48,7 @@ pub struct Store {
     own_image: bool,
     /// And did so just now, not an earlier node.
     fresh_mount: bool,
-    /// Nobody else uses these directories as long as these are open.
+    /// No other node uses these directories as long as these are open.
     _locks: Arc<[fs::File; 2]>,
 }
 
@@ -160,7 +160,8 @@ impl Store {
         self.root.join("snapshots").join(id.to_string())
     }
 
-    /// What a hibernated sandbox wakes from. Distinct per hibernation, so that a crash never mixes two.
+    /// What a hibernated sandbox wakes from. Distinct per hibernation, so that a crash never mixes
+    /// two.
     #[must_use]
     pub fn hibernated(&self, id: SandboxId, generation: u64) -> PathBuf {
         self.root.join("hibernated").join(format!("{id}.{generation}"))
@@ -172,7 +173,7 @@ impl Store {
         self.root.join("sandboxes").join(id.to_string())
     }
 
-    /// A new directory for something half-made.
+    /// A new scratch directory.
     #[must_use]
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch").join(SandboxId::new().to_string())
@@ -220,7 +221,7 @@ impl Store {
     /// If the file system does not answer.
     pub fn space(&self) -> Result<(u64, u64)> {
         let stat = rustix::fs::statvfs(&self.root)
-            .map_err(|cause| Error::internal("cannot ask the store for its free space", cause))?;
+            .map_err(|cause| Error::internal("cannot read the store's free space", cause))?;
         let free = (stat.f_bavail * stat.f_frsize).saturating_sub(RESERVE_BYTES);
         Ok((stat.f_blocks * stat.f_frsize, free))
     }
@@ -247,7 +248,8 @@ impl Store {
         }
     }
 
-    /// Undoes the opening, for a node that cannot start: nothing runs from what it has just mounted.
+    /// Undoes the opening, for a node that cannot start: nothing runs from what it has just
+    /// mounted.
     pub async fn abandon(&self) {
         if self.fresh_mount
             && let Err(error) = self.unmount().await
@@ -310,8 +312,9 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Two nodes on one directory would each remove what the other made. The lock ends with the process; one that was
-/// killed while it started a monitor leaves it, for a moment, to that child, which lets go when it executes.
+/// Two nodes on one directory would each remove what the other made. The lock ends with the
+/// process; one that was killed while it started a monitor leaves it, for a moment, to that child,
+/// which lets go when it executes.
 fn lock(dir: &Path) -> anyhow::Result<fs::File> {
     let path = dir.join("lock");
     let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
@@ -339,8 +342,8 @@ fn is_mount_point(dir: &Path) -> io::Result<bool> {
     Ok(fs::metadata(dir)?.dev() != fs::metadata(parent)?.dev())
 }
 
-/// Gives the node a file system with reflinks where it has none: an XFS image, its space reserved, so that
-/// the host filling up never breaks a running guest.
+/// Gives the node a file system with reflinks where it has none: an XFS image, its space reserved,
+/// so that the host filling up never breaks a running guest.
 async fn mount_own_image(data: &Path, root: &Path, image_gib: Option<u64>) -> anyhow::Result<()> {
     let image = data.join("store.xfs");
     if !image.exists() {
@@ -352,7 +355,7 @@ async fn mount_own_image(data: &Path, root: &Path, image_gib: Option<u64>) -> an
             "{} has {free_gib} GiB free and its file system has no reflinks: the store needs an image of {gib} GiB there",
             data.display()
         );
-        tracing::info!(gib, "making an XFS image for the store: this file system has no reflinks");
+        tracing::info!(gib, "creating an XFS image for the store: this file system has no reflinks");
         let half_made = data.join("store.xfs.partial");
         let _ = fs::remove_file(&half_made);
         let file = fs::File::create(&half_made)?;

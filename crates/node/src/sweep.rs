@@ -1,4 +1,4 @@
-//! What happens without being asked for: TTLs run out, machines end by themselves.
+//! Background work: TTLs that expire, machines that exit.
 
 use crate::{
     daemon::Inner,
@@ -43,12 +43,12 @@ impl Inner {
         };
         drop(verb);
         if let Err(error) = done {
-            tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "its TTL ran out, but it could not be ended; tried again later");
+            tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "its TTL expired, but it could not be stopped; retrying later");
             sandbox.touch();
         }
     }
 
-    /// Watches a machine: if it ends by itself, its sandbox has failed and its resources are taken back.
+    /// Watches a machine: if it exits, its sandbox has failed and its resources are reclaimed.
     pub(crate) fn watch(self: &Arc<Self>, sandbox: Arc<Sandbox>, live: Arc<Live>) {
         let node = Arc::downgrade(self);
         tokio::spawn(async move {
@@ -63,7 +63,7 @@ impl Inner {
             let console = live.machine.console(CONSOLE_TAIL).await;
             let console = String::from_utf8_lossy(&console).trim().to_owned();
             let error = if console.is_empty() { how } else { format!("{how}{CONSOLE_MARK}{console}") };
-            tracing::warn!(id = %sandbox.id, error, "a machine ended by itself");
+            tracing::warn!(id = %sandbox.id, error, "a machine exited");
             node.journal.emit(sandbox.id, EventKind::Failed, |event| event.reason = Some(error.clone()));
             let record = sandbox.set_live(None, |record| {
                 record.status = Status::Failed;

@@ -163,7 +163,7 @@ pub async fn secrets_follow_their_fate(world: Arc<World>) -> Result<()> {
     let given = BTreeMap::from([("OWN".to_owned(), secret("one", Fate::Replace, Fate::Replace))]);
     let parent = create(client, None, given).await?;
     let refused = parent.fork_one().await.err().context("a fork without a value for OWN")?;
-    ensure!(format!("{refused:#}").contains("OWN must be given anew"), "{refused:#}");
+    ensure!(format!("{refused:#}").contains("OWN needs a new value"), "{refused:#}");
     let other = BTreeMap::from([("OWN".to_owned(), secret("two", Fate::Replace, Fate::Replace))]);
     let forked =
         client.fork(parent.id, &ForkSandbox { secrets: Some(other), ..ForkSandbox::default() }).await?;

@@ -129,7 +129,7 @@ const CASES: [Broken; 14] = [
         "step hooks failed: hook 10: /etc/keiki/thaw.d/10 did not exit within 10 s",
     ),
     // The agent exits before it acknowledges, and with it the kernel.
-    call("acknowledgement", "", "227", "end", "the guest did not take on its new identity"),
+    call("acknowledgement", "", "227", "end", "the guest did not assume its new identity"),
 ];
 
 const fn shell(step: &'static str, line: &'static str, told: &'static str) -> Broken {

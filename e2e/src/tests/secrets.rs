@@ -86,7 +86,7 @@ pub async fn nothing_of_a_dropped_secret_is_in_a_snapshot(world: Arc<World>) -> 
     ensure!(child.sh(&sum).await? == "4", "a secret was not put back");
     // The long one must be replaced, so a restore without it fails.
     let refused = Sandbox::restore(client, &snapshot).await.err().context("restored without LONG")?;
-    ensure!(format!("{refused:#}").contains("LONG must be given anew"), "{refused:#}");
+    ensure!(format!("{refused:#}").contains("LONG needs a new value"), "{refused:#}");
     // A template's memory never had a secret, so its sandboxes have none.
     for version in std::fs::read_dir(world.node.data.join("store/templates/base"))? {
         ensure!(!holds(&version?.path().join("vm.mem"), &kept)?, "a template has a secret");

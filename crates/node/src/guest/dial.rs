@@ -1,4 +1,4 @@
-//! Connections to ports inside a sandbox, over the agent channel: no network of the host has a part in it.
+//! Connections to ports inside a sandbox, over the agent channel, not over the host's network.
 
 use crate::{
     error::{Error, Result},
@@ -23,11 +23,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::PollSender;
 use tonic::{Code, Status, Streaming};
 
-/// Bytes sent at once.
+/// Bytes per message.
 const PIECE: usize = 32 << 10;
 /// A connection that has ended is given this long to deliver what it was sent.
 const LINGER: Duration = Duration::from_secs(60);
-/// The guest gives up earlier by itself.
+/// The guest gives up earlier.
 const CONNECT_LIMIT: Duration = Duration::from_secs(40);
 
 struct Connection {
@@ -57,8 +57,8 @@ impl Drop for Connection {
     }
 }
 
-/// Connects to a TCP port of a guest, on whichever of its own addresses something listens. 502 if nothing does, 503 if too
-/// many streams are open.
+/// Connects to a TCP port of a guest, on whichever of its own addresses something listens. 502 if
+/// nothing does, 503 if too many streams are open.
 pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
     let permit = using.live.guest.stream()?;
     let (to, chunks) = mpsc::channel(1);

@@ -1,8 +1,8 @@
 //! Commands in a sandbox.
 //!
-//! A command is a session in the guest with its output ring there. A pump task per listener carries events to
-//! whoever listens; if the connection breaks it attaches again where it was. If the listener goes away it kills the
-//! command, except one that was to go on without its caller ([`known`]).
+//! A command is a session in the guest, which keeps its output ring. A pump task per listener
+//! carries its events; if the connection breaks, the pump reattaches where it was. If the listener
+//! goes away, it kills the command, except a background command ([`known`]).
 
 pub mod known;
 mod pump;
@@ -27,7 +27,7 @@ const INPUT_CHUNK: usize = 64 << 10;
 struct InGuest {
     id: String,
     using: Use,
-    /// Killed when nobody listens any more.
+    /// Killed when its listener goes away.
     ends_with_caller: AtomicBool,
     _stream: OwnedSemaphorePermit,
 }
@@ -43,7 +43,7 @@ impl InGuest {
         self.ends_with_caller.load(Ordering::Acquire)
     }
 
-    /// `spool`: the guest keeps it until the command reads it, and nobody waits for that.
+    /// `spool`: the guest keeps it until the command reads it, without making the caller wait.
     async fn send_input(&self, data: &Bytes, eof: bool, spool: bool) -> Result<()> {
         let chunk = |data, eof| InputChunk { id: self.id.clone(), data, eof, spool };
         let mut chunks: Vec<InputChunk> =

@@ -1,4 +1,5 @@
-//! The release gate: a thawed copy assumes its identity and acknowledges it; only then do its user processes resume.
+//! The release gate: a thawed copy assumes its identity and acknowledges it; only then do its user
+//! processes resume.
 
 use super::link::{
     GuestLink, LIMITS, Limits, entropy, failed, key_request, open, plain, sealed_to, unreached, within,
@@ -17,7 +18,8 @@ use std::{
 };
 use tonic::Status;
 
-/// A round trip this short tells the guest's clock well enough; of longer ones, the shortest of so many.
+/// A round trip this short measures the guest's clock well enough; otherwise the shortest of
+/// several is used.
 const CLOCK_ROUND: Duration = Duration::from_millis(30);
 const CLOCK_TRIES: usize = 4;
 /// Steps of the gate that a guest may tell of.
@@ -32,8 +34,8 @@ pub struct Secrets {
     pub keep: Vec<String>,
 }
 
-/// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take long to arrive on a busy
-/// host; these are as far apart as half of a round trip at most.
+/// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take long
+/// to arrive on a busy host; these are as far apart as half of a round trip at most.
 #[derive(Debug, Clone, Copy)]
 struct Clocks {
     unix: Duration,
@@ -74,11 +76,13 @@ impl Gate {
         Ok(Self { opened, met, socket: socket.into(), generation, limits })
     }
 
-    /// Gives the copy its identity and secrets, and resumes its user processes once it has acknowledged them. Two calls:
-    /// a guest that does not acknowledge its identity must run nothing.
+    /// Gives the copy its identity and secrets, and resumes its user processes once it has
+    /// acknowledged them. Two calls: a guest that does not acknowledge its identity must run
+    /// nothing.
     ///
     /// # Errors
-    /// If it does not acknowledge exactly this generation, or does not resume: the copy must not be released then.
+    /// If it does not acknowledge exactly this generation, or does not resume: the copy must not be
+    /// released then.
     pub async fn release(
         mut self,
         identity: Identity,
@@ -95,13 +99,14 @@ impl Gate {
         Ok(link)
     }
 
-    /// Returns the guest's own step times once it has acknowledged. User processes are still frozen.
+    /// Returns the guest's own step times once it has acknowledged. User processes are still
+    /// frozen.
     async fn assume_identity(
         &mut self,
         identity: Identity,
         secrets: Secrets,
     ) -> Result<Vec<(String, Duration)>> {
-        const WHAT: &str = "take on its new identity";
+        const WHAT: &str = "assume its new identity";
         let sealed = self.sealed(&secrets.give).await?;
         let clocks = self.clocks().await?;
         let identity = Identity {
@@ -134,8 +139,8 @@ impl Gate {
         sealed_to(within(self.limits.call, self.opened.call(&key_request())).await, secrets)
     }
 
-    /// The clocks, as the handshake had them if that was quick. Else hello is said again: a guest that has just been
-    /// thawed takes longer.
+    /// The clocks, as the handshake had them if that was quick. Else hello is said again: a guest
+    /// that has just been thawed takes longer.
     async fn clocks(&mut self) -> Result<Clocks> {
         let mut best = self.met;
         for _ in 0..CLOCK_TRIES {

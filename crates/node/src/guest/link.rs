@@ -1,5 +1,5 @@
-//! The node's end of the agent channel: a connection that exists only to a machine that was released, and calls that
-//! survive its breaking.
+//! The node's end of the agent channel: a connection to a released machine, and calls that survive
+//! its loss.
 
 use crate::error::{Error, Result};
 use keiki_protocol::{
@@ -31,7 +31,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(20);
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// Any other call that is answered once: what a caller asked for may take the guest a while.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// Calls of unknown length at once; the others are for what is answered soon.
+/// Concurrent calls of unknown length; the rest are for short calls.
 const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
 /// Characters of what a guest says that are passed on in an error.
 const SAID: usize = 300;
@@ -61,7 +61,8 @@ pub struct GuestLink {
 }
 
 impl GuestLink {
-    /// To a machine that was released before: after a restart of the node, say. A new copy comes through its [`Gate`].
+    /// To a machine that was released before: after a restart of the node, say. A new copy comes
+    /// through its [`Gate`].
     ///
     /// # Errors
     /// If the guest does not answer in time, has another identity, or its agent is of another age.
@@ -86,7 +87,8 @@ impl GuestLink {
         self.client.lock().await.clone()
     }
 
-    /// A place among the calls that last as long as their caller likes, so that others always find one.
+    /// A place among the calls that last as long as their caller likes, so that others always find
+    /// one.
     ///
     /// # Errors
     /// 503 if all are taken.
@@ -114,13 +116,15 @@ impl GuestLink {
         Ok(client.clone())
     }
 
-    /// Never connects again: the machine ends, and the next one of this sandbox listens at the same place.
+    /// Never connects again: the machine ends, and the next one of this sandbox listens at the same
+    /// place.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Calls the agent; on a broken connection once more over a new one. For calls that may be repeated. Whatever
-    /// the guest does, it ends within a time: a deadline in the request alone would leave that to the guest.
+    /// Calls the agent; on a broken connection once more over a new one. For calls that may be
+    /// repeated. Whatever the guest does, it ends within a time: a deadline in the request alone
+    /// would leave that to the guest.
     ///
     /// # Errors
     /// What the agent answered.
@@ -214,7 +218,7 @@ impl GuestLink {
         sealed_to(within(self.limits.call, asked).await.map(tonic::Response::into_inner), secrets)
     }
 
-    /// Lets them go on.
+    /// Thaws them.
     ///
     /// # Errors
     /// If the guest does not answer.
@@ -241,7 +245,8 @@ pub fn refusal(status: &Status) -> Error {
         Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
         Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
         Code::ResourceExhausted => Error::NoRoom(said),
-        // Said by the agent, not by the transport: something in the guest cannot be read, opened, started.
+        // Said by the agent, not by the transport: something in the guest cannot be read, opened,
+        // started.
         Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
             Error::Conflict(said)
         }
@@ -335,8 +340,8 @@ pub(super) fn unreached(error: ConnectError) -> Error {
 /// An agent is as old as the template that its machine comes from.
 fn other_age() -> Error {
     Error::Conflict(
-        "the agent in this machine is of another version than this node: bake its template again (`keiki template rebake \
-         NAME`), and make the sandbox or snapshot anew from that"
+        "the agent in this machine has a different version than this node: bake its template again (`keiki template rebake \
+         NAME`), and create the sandbox or snapshot from it"
             .into(),
     )
 }

@@ -30,8 +30,7 @@ impl Ports for Node {
                 Ok(ports)
             }
             Err(status) if status.code() == Code::Unimplemented => Err(Error::Conflict(
-                "the agent in this sandbox is of an older version and cannot list ports; a connection to a port works \
-                 all the same"
+                "the agent in this sandbox has an older version and cannot list ports; connections to ports still work"
                     .into(),
             )),
             Err(status) => Err(using.explain(refusal(&status)).await),

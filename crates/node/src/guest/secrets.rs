@@ -1,7 +1,9 @@
-//! Secrets: what a copy may have of those of its original. The node knows names and fates; values are in the guest alone.
+//! Secrets: which secrets of its original a copy gets. The node knows names and fates; only the
+//! guest has the values.
 //!
-//! But for the time of a freeze whose copy must not have them. Then they are with the node: in its memory, and in files
-//! beside the machine's sockets, for the node that comes after one which died meanwhile ([`Out`]).
+//! The exception is a freeze whose copy must not have them: then the node holds them, in its memory
+//! and in files next to the machine's sockets, so that the next node can restore them if this one
+//! dies meanwhile ([`Out`]).
 
 use crate::{
     error::{Error, Result},
@@ -23,15 +25,16 @@ use std::{
 };
 use zeroize::Zeroizing;
 
-/// Files of what is out of its machine, in the machine's run directory; and what they are called until all are there.
+/// Files of what is out of its machine, in the machine's run directory; and what they are called
+/// until all are there.
 const OUT: &str = "secrets";
 const OUT_NEW: &str = "secrets.new";
 
 /// Secrets as a request gives them.
 pub(crate) type GivenSecrets = BTreeMap<String, secrets::Secret>;
 
-/// What a copy gets of these secrets of its original, and of what its maker gives: what the guest is told, and what
-/// is recorded of it.
+/// What a copy gets of these secrets of its original, and of what its maker gives: what the guest
+/// is told, and what is recorded of it.
 ///
 /// # Errors
 /// 400 if a name or value cannot be, or one that must be replaced is not given.
@@ -52,7 +55,7 @@ pub(crate) fn of_copy(
             Fate::Drop => {}
             Fate::Replace => {
                 return Err(Error::Invalid(format!(
-                    "secrets: {name} must be given anew for this copy; its fate is replace"
+                    "secrets: {name} needs a new value for this copy: its fate is replace"
                 )));
             }
         }
@@ -83,7 +86,7 @@ pub(crate) fn of_copy(
 fn check_secret(name: &str, secret: &secrets::Secret) -> Result<()> {
     if !is_name(name) {
         return Err(Error::Invalid(format!(
-            "secrets: {name:?} is no name: 1 to {MAX_NAME} letters, digits, '_', '-' and '.', not '.' first"
+            "secrets: {name:?} is not a valid name: use 1 to {MAX_NAME} letters, digits, '_', '-' and '.', not starting with '.'"
         )));
     }
     if secret.value.len() > MAX_BYTES {
@@ -140,7 +143,8 @@ impl Out {
     pub async fn put_back(self, guest: &GuestLink) -> Result<()> {
         guest.put_secrets(&self.secrets).await?;
         failpoint::reach("secrets:back");
-        wipe(&self.dir).map_err(|cause| Error::internal("secrets stay in the run directory", cause))
+        wipe(&self.dir)
+            .map_err(|cause| Error::internal("cannot remove secrets from the run directory", cause))
     }
 
     fn keep(run: &Path, secrets: Vec<Plain>) -> io::Result<Self> {
@@ -157,7 +161,8 @@ impl Out {
         Ok(Self { secrets, dir })
     }
 
-    /// Those that an earlier node took out of the machine with this run directory, and did not put back.
+    /// Those that an earlier node took out of the machine with this run directory, and did not put
+    /// back.
     ///
     /// # Errors
     /// If they are there and cannot be read.
@@ -243,7 +248,7 @@ mod tests {
         let (told, has) = of_copy(&had(Fate::Drop), on_fork, None).unwrap();
         assert!(told.keep.is_empty() && told.give.is_empty() && has.is_empty());
         let error = of_copy(&had(Fate::Replace), on_fork, None).unwrap_err();
-        assert!(error.to_string().contains("KEY must be given anew"), "{error}");
+        assert!(error.to_string().contains("KEY needs a new value"), "{error}");
         let (told, has) = of_copy(&had(Fate::Replace), on_fork, Some(given("KEY", None))).unwrap();
         assert_eq!(told.give.len(), 1);
         assert_eq!(has["KEY"].on_fork, Fate::Replace);

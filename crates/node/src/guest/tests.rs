@@ -48,7 +48,7 @@ enum Agent {
 /// What it does at the release gate, before that.
 type AtGate = fn(&Hello, &Call) -> Vec<u8>;
 
-/// As it should be: of the generation that it is told.
+/// A correct agent: acknowledges the generation it gets.
 fn obeys(_: &Hello, call: &Call) -> Vec<u8> {
     acknowledges(5, call)
 }
@@ -228,8 +228,8 @@ async fn every_call_ends_and_says_one_thing() {
     }
 }
 
-/// Whatever a hostile agent answers at the gate, the copy is not released, within a bounded time and
-/// with one clear sentence.
+/// Whatever a hostile agent answers at the gate, the copy is not released, within a bounded time
+/// and with one clear sentence.
 #[tokio::test]
 async fn a_hostile_agent_is_not_released() {
     let ways: [(&str, AtGate, &str); 13] = [
@@ -260,10 +260,7 @@ async fn a_hostile_agent_is_not_released() {
         let started = Instant::now();
         let error = peer.release(Secrets::default()).await.err().expect(what).to_string();
         assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
-        assert!(
-            error.contains("did not take on its new identity") && error.contains(clue),
-            "{what}: {error}"
-        );
+        assert!(error.contains("did not assume its new identity") && error.contains(clue), "{what}: {error}");
         assert!(error.len() < 500 && !error.contains(char::is_control), "{what}: {error:?}");
         assert_eq!(peer.asked(), ["identity"], "{what}: its processes go on");
     }
@@ -308,7 +305,7 @@ async fn user_processes_go_on_only_after_the_acknowledgement_was_found_right() {
     let Call::AssumeIdentity(order) = &calls[0].1 else { panic!("{calls:?}") };
     assert_eq!((order.generation, order.uptime_ms), (5, UPTIME));
     assert_eq!(calls[1].0, call(&ThawUserRequest {}));
-    // Of what it tells of itself, a part is passed on, in plain words.
+    // Part of its error text is passed on, without control characters.
     let steps = &watch.steps().0;
     let told: Vec<_> = steps.iter().filter(|(name, _)| name.starts_with("guest:")).collect();
     assert_eq!((told.len(), told[0].0.as_ref()), (16, "guest:a [2Jb"));
@@ -328,7 +325,7 @@ async fn secrets_do_not_cross_in_the_clear() {
     let secret =
         Plain { name: "KEY".into(), owner: String::new(), value: Zeroizing::new(b"hush-hush".to_vec()) };
     let secrets = Secrets { give: vec![secret], keep: vec![] };
-    // Its key is no key: then nothing is sent at all.
+    // Its key is not valid: then nothing is sent.
     let peer = Peer::new(GOOD);
     let error = peer.release(secrets).await.err().unwrap();
     assert!(error.to_string().contains("did not make a key for its secrets"), "{error}");

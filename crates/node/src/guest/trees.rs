@@ -28,7 +28,7 @@ impl Trees for Node {
         let stream =
             using.call(request, |mut guest, request| async move { guest.pack(request).await }).await?;
         let mut chunks = messages(using, held, stream).map(|chunk| Ok(chunk?.data)).boxed();
-        // A refusal comes first, and is an answer of its own.
+        // A rejection comes first, as a separate answer.
         match chunks.next().await {
             Some(first) => Ok(futures::stream::iter([Ok(first?)]).chain(chunks).boxed()),
             None => Ok(chunks),

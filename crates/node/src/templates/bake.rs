@@ -22,7 +22,8 @@ use time::OffsetDateTime;
 
 /// A cold boot under software emulation takes seconds, not minutes.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
-/// One command that a template is warmed with: heavy imports under software emulation take a minute.
+/// One command that a template is warmed with: heavy imports under software emulation take a
+/// minute.
 const WARM_LIMIT: Duration = Duration::from_secs(600);
 /// Run once before the bake: their pages are then in every sandbox's memory from the start.
 const WARM: [&str; 4] = [
@@ -116,7 +117,7 @@ impl Inner {
     async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<Gate> {
         let ready = async {
             loop {
-                // Until the kernel is up nobody answers: each attempt is bounded by itself.
+                // Until the kernel is up there is no answer: each attempt has a deadline.
                 match Gate::open(&machine.agent_socket(), generation).await {
                     Err(Error::Internal { .. }) => tokio::time::sleep(Duration::from_millis(20)).await,
                     gate => return gate,
@@ -135,9 +136,9 @@ impl Inner {
         }
     }
 
-    /// Goes once through everything that a copy goes through between its thaw and its first command: what is
-    /// mapped, opened and made by then need not be in each copy. Returns the second connection, and the release of the
-    /// kernel.
+    /// Goes once through everything that a copy goes through between its thaw and its first
+    /// command: what is mapped, opened and made by then need not be in each copy. Returns the
+    /// second connection, and the release of the kernel.
     async fn warm(
         &self,
         machine: &dyn Machine,

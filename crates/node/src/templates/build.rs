@@ -31,7 +31,7 @@ impl Inner {
             }
             match catalog.get(&name) {
                 Ok(spec) => all.extend(spec.as_ref().map(missing)),
-                // Whoever builds it is told.
+                // A request to build it gets the error.
                 Err(error) => {
                     tracing::debug!(error = &error as &dyn std::error::Error, "a template is not listed")
                 }
@@ -112,7 +112,7 @@ impl Inner {
         // Another bake of the same contents has the time behind its version.
         let is_same = current.is_some_and(|current| current.starts_with(&version));
         if is_same && !request.force && !request.rebake {
-            build.say("nothing to do: it is baked from exactly this already");
+            build.say("nothing to do: it is already baked from exactly these inputs");
             return Ok(());
         }
         build.update(|progress| progress.view.status = "baking".into());
@@ -152,8 +152,9 @@ impl Inner {
     }
 }
 
-/// The name of a bake's directory: what decides whether it can be used again. Digests of earlier nodes were made in
-/// another way; a template of such a name is used as it is recorded, and made anew by its next build.
+/// The name of a bake's directory: what decides whether it can be used again. Digests of earlier
+/// nodes were made in another way; a template of such a name is used as it is recorded, and made
+/// anew by its next build.
 fn version_of(digest: &str, warm: &[String], shape: Shape, engine: &str) -> String {
     let shape = format!("{} {} {}", shape.vcpus, shape.memory_mib, shape.disk_mib);
     let mut hasher = blake3::Hasher::new();

@@ -24,17 +24,18 @@ impl Inner {
             self.build_template(BuildTemplate { name: name.to_string(), ..BuildTemplate::default() }).await?;
         }
         Err(Error::Busy {
-            why: format!("template {name} is being built; `keiki template build {name}` shows how far it is"),
+            why: format!("template {name} is being built; `keiki template build {name}` shows its progress"),
             retry_after: RETRY_AFTER,
         })
     }
 
-    /// Has this template another version than this by now? Not if there is none of its name any more.
+    /// Whether this template has a different version by now. False if it no longer exists.
     pub(crate) fn is_rebuilt(&self, template: &str, version: &str) -> bool {
         self.templates.current(template).is_some_and(|current| current.record.version != version)
     }
 
-    /// Ends the VMs ahead of a template version and removes its files; machines made from it live on.
+    /// Ends the VMs ahead of a template version and removes its files; machines made from it live
+    /// on.
     pub(super) async fn retire(&self, old: &Baked) -> Result<()> {
         self.close_ahead(old).await;
         let dir = self.dir_of(old);
@@ -80,8 +81,8 @@ impl Inner {
         self.retire(&baked).await
     }
 
-    /// Opens a recorded template at start. One that cannot be used here any more (another engine version, a
-    /// damaged file) is forgotten: it will be baked anew when it is wanted.
+    /// Opens a recorded template at start. One that cannot be used here any more (another engine
+    /// version, a damaged file) is forgotten: it is baked again when it is needed.
     pub(crate) async fn open_template(self: &Arc<Self>, record: TemplateRecord) -> Result<()> {
         let dir = self.store.template(&record.name, &record.version);
         match self.fleet.load(&dir, Sharing::Node).await {
@@ -95,7 +96,7 @@ impl Inner {
                 tracing::warn!(
                     template = record.name,
                     error = &error as &dyn std::error::Error,
-                    "must be baked anew"
+                    "must be baked again"
                 );
                 self.journal.records.remove::<TemplateRecord>(vec![record.name.clone()]).await?;
                 self.store.remove(self.store.template(&record.name, &record.version)).await

@@ -6,7 +6,8 @@
 //!   use:   load once, keep VMs prepared ahead for creates
 //! ```
 //!
-//! One build per template at a time; who asks meanwhile joins it, and a create is told to come back.
+//! One build per template at a time: another build request joins it, and a create gets a 503 with
+//! `Retry-After`.
 
 mod bake;
 mod build;
@@ -29,7 +30,7 @@ use std::{
 use time::OffsetDateTime;
 use tokio::{sync::watch, task::JoinSet};
 
-/// What a create is told while its template is being built.
+/// The error of a create while its template is being built.
 const RETRY_AFTER: Duration = Duration::from_secs(3);
 /// Builds remembered, with their logs.
 const BUILDS_KEPT: usize = 32;
@@ -104,7 +105,10 @@ impl Baked {
             Ok(prepared) if ahead.closed => return Some(prepared),
             Ok(prepared) => ahead.ready.push_back(prepared),
             Err(error) => {
-                tracing::warn!(error = &error as &dyn std::error::Error, "no VM could be prepared ahead");
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "cannot prepare a VM ahead of creates"
+                );
             }
         }
         None
@@ -164,7 +168,7 @@ impl Templates {
         Some(lines.flatten().boxed())
     }
 
-    /// Monitors that wait for a create, by template.
+    /// VMs prepared ahead of creates, by template.
     pub(crate) fn prestarted(&self) -> Vec<(String, usize)> {
         let state = self.state();
         let mut all: Vec<_> = state

@@ -20,7 +20,7 @@ use std::{collections::BTreeMap, iter, path::Path, sync::Arc};
 use time::OffsetDateTime;
 
 impl Inner {
-    /// Children get these labels beside those of the request, or of their parent.
+    /// Children get these labels in addition to those of the request or the parent.
     pub(crate) async fn fork(
         self: &Arc<Self>,
         id: SandboxId,
@@ -77,7 +77,7 @@ impl Inner {
     }
 }
 
-/// A child as it is recorded first.
+/// The first record of a child.
 fn child_of(
     parent: &SandboxRecord,
     asked: ForkSandbox,

@@ -1,5 +1,6 @@
-//! The verbs that make, change and end sandboxes, one file for each. Each is a short composition over
-//! [`Births`](super::births::Births), [`freeze`](super::freeze) and [`Fleet`](super::fleet::Fleet).
+//! The verbs that make, change and end sandboxes, one file for each. Each is a short composition
+//! over [`Births`](super::births::Births), [`freeze`](super::freeze) and
+//! [`Fleet`](super::fleet::Fleet).
 
 mod create;
 mod delete;
@@ -20,7 +21,7 @@ use keiki_types::SandboxId;
 use std::sync::Arc;
 use tokio::sync::MutexGuard;
 
-/// Disk that a machine thawed from stored files needs before it writes anything of its own.
+/// Disk space that a machine thawed from stored files needs before it writes anything.
 const RESTORE_DISK_BYTES: u64 = 16 << 20;
 
 impl Inner {

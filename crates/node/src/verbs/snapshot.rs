@@ -1,4 +1,4 @@
-//! Snapshot: one freeze, written to disk. The sandbox goes on.
+//! Snapshot: one freeze, written to disk. The sandbox keeps running.
 
 use crate::{
     daemon::Inner,
@@ -78,7 +78,8 @@ impl Inner {
             secrets: record.secrets,
             kernel: record.kernel,
         };
-        // From here on the sandbox descends from this snapshot as far as its later copies are concerned.
+        // From here on the sandbox descends from this snapshot as far as its later copies are
+        // concerned.
         let descended = SandboxRecord { parent_snapshot_id: Some(id), ..sandbox.record() };
         let request = once.map(|once| once::record(once, [id]));
         self.journal.records.put_all(vec![snapshot.clone()], vec![descended], request).await?;

@@ -1,7 +1,7 @@
-//! Commands that the guest knows by their ids: started to go on without their caller, or left by one.
+//! Commands by their ids: background commands, and commands whose caller detached.
 //!
-//! The node keeps nothing of them. They are in the guest's memory, so a fork has its own copy of each, and a
-//! restart of the node or a hibernation loses none.
+//! The node keeps no state for them. They are in the guest's memory, so a fork has its own copy of
+//! each, and they survive a restart of the node and a hibernation.
 
 use super::{
     Checked, EVENTS_AHEAD, InGuest,
@@ -48,9 +48,10 @@ impl Commands for Node {
         let (tell, started) = oneshot::channel();
         let control = Arc::clone(&session) as Arc<dyn Control>;
         let exec = session.id.clone();
-        // On its own: a caller who leaves before the guest has answered must not leave the command behind.
+        // On its own: a caller who leaves before the guest has answered must not leave the command
+        // behind.
         tokio::spawn(Pump { session, send, offsets: [0, 0] }.begin(spec, stdin, tell));
-        started.await.map_err(|cause| Error::internal("the command was given up", cause))??;
+        started.await.map_err(|cause| Error::internal("the command was cancelled", cause))??;
         Ok(Session { id: exec, offsets: [0, 0], events: ReceiverStream::new(events).boxed(), control })
     }
 
@@ -71,7 +72,8 @@ impl Commands for Node {
             }
             drop(events);
             if let Some(stdin) = all {
-                // The guest keeps it: a command that never reads its input must not keep its sandbox in use.
+                // The guest keeps it: a command that never reads its input must not keep its
+                // sandbox in use.
                 let spooled =
                     tokio::time::timeout(START_LIMIT, session.send_input(&stdin, !stdin_open, true));
                 let spooled =
@@ -86,7 +88,7 @@ impl Commands for Node {
             }
             get(&session.using, &session.id).await
         });
-        started.await.map_err(|cause| Error::internal("the command was given up", cause))?
+        started.await.map_err(|cause| Error::internal("the command was cancelled", cause))?
     }
 
     async fn execs(&self, id: SandboxId) -> Result<Vec<Exec>> {

@@ -1,4 +1,4 @@
-//! Carries the events of one command from the guest to whoever listens.
+//! Carries the events of one command from the guest to its listener.
 
 use super::InGuest;
 use crate::{
@@ -86,10 +86,10 @@ impl Pump {
                 failpoint::reach("started");
                 if let Some(stdin) = stdin {
                     let session = Arc::clone(&self.session);
-                    // A command that does not read its input is no error of the exec.
+                    // A command that does not read its input is not an error of the exec.
                     tokio::spawn(async move { session.input(stdin, true).await });
                 }
-                // Where nobody listens any more the first look at the events kills the command.
+                // If the listener is gone, the first look at the events kills the command.
                 let _ = tell.send(Ok(()));
                 self.run(stream).await;
             }
@@ -104,7 +104,8 @@ impl Pump {
             match self.carry(&mut stream).await {
                 Outcome::Exited => return,
                 Outcome::Unheard => {
-                    // Nobody listens any more: a command ends with its caller, unless it was to go on.
+                    // The listener is gone: a command ends with its caller, unless it runs in the
+                    // background.
                     if self.session.ends_with_caller() {
                         let _ = self.session.signal(SIGKILL).await;
                     }
