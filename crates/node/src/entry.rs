@@ -1,5 +1,5 @@
-//! The node as its API. A verb that changes something runs to its end in [`Node::run`], and one that a caller named is
-//! carried out once (`once`).
+//! Implements the API trait for the node. A verb that changes something runs to its end in
+//! [`Node::run`]; one with an idempotency key runs once (`once`).
 
 use crate::{
     daemon::{Inner, Node},

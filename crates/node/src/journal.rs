@@ -1,4 +1,4 @@
-//! What the node writes down: records that survive a crash, events that others can follow, and metrics.
+//! What the node records: records that survive a crash, events that clients can follow, and metrics.
 
 use crate::{
     events::{Events, event},

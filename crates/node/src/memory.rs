@@ -1,4 +1,4 @@
-//! Host memory of all machines, as it was a moment ago.
+//! Host memory of all machines, cached for a moment.
 
 use crate::sandbox::Live;
 use futures::{StreamExt, stream};

@@ -1,4 +1,4 @@
-//! How the node is: its measures and events, for those who look.
+//! Queries of the node: metrics and events.
 
 use crate::{
     daemon::Node,
