@@ -81,7 +81,7 @@ async fn snapshots_that_do_not_fit_are_refused() -> Result<()> {
     let damages: [(&str, Damage<'_>); 7] = [
         (made_by, &|dir| edit(dir, &|v| v["made_by"]["engine"] = other.into())),
         (version, &|dir| edit(dir, &|v| v["made_by"]["version"] = "1.0".into())),
-        ("other devices", &|dir| edit(dir, &|v| v["made_by"]["machine"] = "00".into())),
+        ("different devices", &|dir| edit(dir, &|v| v["made_by"]["machine"] = "00".into())),
         ("vm.state is damaged", &|dir| flip(&dir.join("vm.state"), 100)),
         ("names a backing file", &|dir| {
             flip(&layer(dir, 1)?, 15)?;

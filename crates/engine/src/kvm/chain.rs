@@ -342,7 +342,7 @@ mod tests {
         fs::write(layer_path(&paths.dir, &of[2].name), "no layer")?;
         let other = Layer { name: new_name(Format::Qcow2), format: Format::Qcow2 };
         let failed = work.run(&paths, &of, &other).map_err(|error| error.to_string());
-        assert!(failed.as_ref().is_err_and(|why| why.contains("cannot be made one")), "{failed:?}");
+        assert!(failed.as_ref().is_err_and(|why| why.contains("cannot be merged")), "{failed:?}");
         assert!(!layer_path(&paths.dir, &other.name).exists());
         Ok(())
     }

@@ -131,6 +131,6 @@ mod tests {
         let why = |binary: &str| measure(binary.as_ref()).map_err(|error| error.to_string());
         assert!(why("/nowhere/keiki-vmm").is_err_and(|why| why.contains("cannot run /nowhere/keiki-vmm")));
         assert!(why("/bin/true").is_err_and(|why| why.contains("does not print")));
-        assert!(why("/bin/false").is_err_and(|why| why.contains("runs no guest here")));
+        assert!(why("/bin/false").is_err_and(|why| why.contains("cannot run a guest here")));
     }
 }

@@ -223,7 +223,7 @@ mod tests {
         let good = bytes(&ranges);
         assert_eq!(parse(&good, SIZE), Ok(ranges));
         assert_eq!(parse(&bytes(&[]), SIZE), Ok(Vec::new()));
-        assert!(parse(&good, SIZE - 1).is_err_and(|why| why.contains("behind the end")));
+        assert!(parse(&good, SIZE - 1).is_err_and(|why| why.contains("beyond the end")));
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 0x10;
