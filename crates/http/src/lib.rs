@@ -14,6 +14,8 @@ mod body;
 mod document;
 mod errors;
 mod extract;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 mod idempotency;
 mod key;
 mod metrics;

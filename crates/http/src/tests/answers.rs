@@ -1,6 +1,6 @@
 //! Requests and their answers, without a socket.
 
-use super::twin::{TRAPS, Twin, the_sandbox};
+use crate::fake::{FakeNode, TRAPS, first_sandbox};
 use crate::{App, openapi, router};
 use axum::{
     body::Body,
@@ -34,8 +34,8 @@ impl Answer {
     }
 }
 
-pub(super) async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
-    let response = router(App { metrics: twin.counters.clone(), ..App::new(twin.clone()) })
+pub(super) async fn send(node: &Arc<FakeNode>, request: Request<Body>) -> Answer {
+    let response = router(App { metrics: node.counters.clone(), ..App::new(node.clone()) })
         .oneshot(request)
         .await
         .unwrap();
@@ -45,18 +45,18 @@ pub(super) async fn send(twin: &Arc<Twin>, request: Request<Body>) -> Answer {
 }
 
 /// Sends `METHOD path`, `{id}` being the sandbox that there is.
-pub(super) async fn ask(twin: &Arc<Twin>, line: &str, body: &str) -> Answer {
+pub(super) async fn ask(node: &Arc<FakeNode>, line: &str, body: &str) -> Answer {
     let (method, path) = line.split_once(' ').unwrap();
-    let path = path.replace("{id}", &the_sandbox().to_string());
-    send(twin, Request::builder().method(method).uri(path).body(Body::from(body.to_owned())).unwrap()).await
+    let path = path.replace("{id}", &first_sandbox().to_string());
+    send(node, Request::builder().method(method).uri(path).body(Body::from(body.to_owned())).unwrap()).await
 }
 
-pub(super) fn twin() -> Arc<Twin> {
-    Arc::new(Twin::default())
+pub(super) fn node() -> Arc<FakeNode> {
+    Arc::new(FakeNode::default())
 }
 
-fn last_call(twin: &Twin) -> String {
-    twin.calls.lock().unwrap().last().cloned().unwrap_or_default()
+fn last_call(node: &FakeNode) -> String {
+    node.calls.lock().unwrap().last().cloned().unwrap_or_default()
 }
 
 #[tokio::test]
@@ -66,7 +66,7 @@ async fn every_documented_operation_is_served_and_no_other() {
     for (path, item) in document["paths"].as_object().unwrap() {
         for method in ["get", "post", "put", "patch", "delete"] {
             let path = path.replace("{name}", "base");
-            let answer = ask(&twin(), &format!("{} {path}", method.to_uppercase()), "").await;
+            let answer = ask(&node(), &format!("{} {path}", method.to_uppercase()), "").await;
             let documented = item.get(method).is_some();
             assert_eq!(answer.status != 405, documented, "{method} {path}: {}", answer.status);
             assert!(!answer.text().contains("no such route"), "{method} {path}");
@@ -137,7 +137,7 @@ async fn refusals_have_one_envelope_whoever_made_them() {
         ("POST /v1/sandboxes/{id}/execs/x1/signal", "", 400, "`signal`"),
         ("GET /v1/sandboxes?memory=perhaps", "", 400, "memory"),
     ] {
-        let answer = ask(&twin(), line, body).await;
+        let answer = ask(&node(), line, body).await;
         assert_eq!(answer.status.as_u16(), status, "{line} {body}: {}", answer.text());
         let error = answer.error();
         assert!(error.to_lowercase().contains(&sentence.to_lowercase()), "{line} {body}: {error}");
@@ -151,30 +151,30 @@ async fn refusals_have_one_envelope_whoever_made_them() {
 
 #[tokio::test]
 async fn a_panic_is_an_answer_too() {
-    let answer = ask(&twin(), "POST /v1/sandboxes", r#"{"template":"panic"}"#).await;
+    let answer = ask(&node(), "POST /v1/sandboxes", r#"{"template":"panic"}"#).await;
     assert_eq!((answer.status.as_u16(), answer.error().as_str()), (500, "the node failed on this request"));
 }
 
 #[tokio::test]
 async fn a_key_is_asked_for_everywhere_but_at_healthz() {
-    let twin = Arc::new(Twin { key: Some("k"), ..Twin::default() });
+    let node = Arc::new(FakeNode::with_key(Some("k".into())));
     let with = |name: &'static str, value: &'static str| {
         Request::builder().uri("/v1/sandboxes").header(name, value).body(Body::empty()).unwrap()
     };
     for refused in
         [with("x-api-key", "other"), with("authorization", "Bearer"), with("authorization", "Basic k")]
     {
-        let answer = send(&twin, refused).await;
+        let answer = send(&node, refused).await;
         assert_eq!(answer.status, 401);
         assert!(answer.error().contains("API key"));
         assert_eq!(answer.headers["www-authenticate"], "Bearer");
     }
     for accepted in [with("x-api-key", "k"), with("authorization", "Bearer k")] {
-        assert_eq!(send(&twin, accepted).await.status, 200);
+        assert_eq!(send(&node, accepted).await.status, 200);
     }
-    assert_eq!(ask(&twin, "GET /healthz", "").await.status, 200);
+    assert_eq!(ask(&node, "GET /healthz", "").await.status, 200);
     for path in ["/v1/version", "/v1/openapi.json", "/v1/sandboxes/x", "/v1/sandboxes?access_token=k"] {
-        assert_eq!(ask(&twin, &format!("GET {path}"), "").await.status, 401, "{path}");
+        assert_eq!(ask(&node, &format!("GET {path}"), "").await.status, 401, "{path}");
     }
 }
 
@@ -184,29 +184,29 @@ async fn a_node_without_keys_refuses_pages_from_elsewhere() {
         let request = Request::builder().method("POST").uri("/v1/sandboxes").header("host", "localhost:7777");
         request.header("origin", origin).body(Body::empty()).unwrap()
     };
-    assert_eq!(send(&twin(), from("https://evil.example")).await.status, 403);
-    assert_eq!(send(&twin(), from("http://localhost:7777")).await.status, 201);
+    assert_eq!(send(&node(), from("https://evil.example")).await.status, 403);
+    assert_eq!(send(&node(), from("http://localhost:7777")).await.status, 201);
 }
 
 #[tokio::test]
 async fn the_callers_request_id_comes_back() {
     let request =
         Request::builder().uri("/healthz").header("x-request-id", "trace-1").body(Body::empty()).unwrap();
-    assert_eq!(send(&twin(), request).await.headers["x-request-id"], "trace-1");
+    assert_eq!(send(&node(), request).await.headers["x-request-id"], "trace-1");
 }
 
 #[tokio::test]
 async fn a_body_larger_than_its_cap_is_413() {
     let large = format!("{{\"template\":\"{}\"}}", "x".repeat(1 << 20));
-    let answer = ask(&twin(), "POST /v1/sandboxes", &large).await;
+    let answer = ask(&node(), "POST /v1/sandboxes", &large).await;
     assert_eq!((answer.status.as_u16(), answer.error().contains("1 MiB")), (413, true));
     // Standard input may be larger.
     let large = format!("{{\"cmd\":\"traps\",\"stdin\":\"{}\"}}", "x".repeat(3 << 20));
-    assert_eq!(ask(&twin(), "POST /v1/sandboxes/{id}/exec", &large).await.status, 200);
-    let announced = Request::builder().method("POST").uri(format!("/v1/sandboxes/{}/exec", the_sandbox()));
+    assert_eq!(ask(&node(), "POST /v1/sandboxes/{id}/exec", &large).await.status, 200);
+    let announced = Request::builder().method("POST").uri(format!("/v1/sandboxes/{}/exec", first_sandbox()));
     let announced =
         announced.header("content-length", (65_u64 << 20).to_string()).body(Body::empty()).unwrap();
-    assert_eq!(send(&twin(), announced).await.status, 413);
+    assert_eq!(send(&node(), announced).await.status, 413);
 }
 
 #[tokio::test(start_paused = true)]
@@ -215,15 +215,15 @@ async fn a_body_that_trickles_is_408() {
         tokio::time::sleep(std::time::Duration::from_secs(20)).await;
         Some((Ok::<_, std::io::Error>(" "), ()))
     }));
-    let twin = twin();
-    let answer = send(&twin, Request::post("/v1/sandboxes").body(trickle).unwrap()).await;
+    let node = node();
+    let answer = send(&node, Request::post("/v1/sandboxes").body(trickle).unwrap()).await;
     assert_eq!((answer.status.as_u16(), answer.error().contains("did not come within")), (408, true));
-    assert!(twin.calls.lock().unwrap().is_empty(), "something was begun");
+    assert!(node.calls.lock().unwrap().is_empty(), "something was begun");
 }
 
 #[tokio::test]
 async fn lists_have_their_names() {
-    let twin = twin();
+    let node = node();
     for (line, name) in [
         ("GET /v1/sandboxes?memory=true", "items"),
         ("GET /v1/snapshots", "snapshots"),
@@ -232,30 +232,30 @@ async fn lists_have_their_names() {
         ("GET /v1/templates/builds", "items"),
         ("GET /v1/sandboxes/{id}/fs/dir", "entries"),
     ] {
-        let answer = ask(&twin, line, "").await;
+        let answer = ask(&node, line, "").await;
         assert!(answer.json()[name].is_array(), "{line}: {}", answer.text());
     }
-    assert_eq!(*twin.calls.lock().unwrap(), ["list true", "snapshots None", "list_dir /"]);
+    assert_eq!(*node.calls.lock().unwrap(), ["list true", "snapshots None", "list_dir /"]);
 }
 
 #[tokio::test]
 async fn a_fork_tree_labels_its_children() {
-    let twin = twin();
+    let node = node();
     let body = json!({"count": 2, "metadata": {"explore_ttl": "600"}}).to_string();
-    let answer = ask(&twin, "POST /v1/sandboxes/{id}/fork-tree", &body).await;
+    let answer = ask(&node, "POST /v1/sandboxes/{id}/fork-tree", &body).await;
     assert_eq!(answer.status, 201);
     let tree = answer.json();
     assert_eq!(tree["children"].as_array().map(Vec::len), Some(2));
     let labels = &tree["children"][0]["metadata"];
     assert_eq!(labels["fork_tree_id"], tree["tree_id"]);
-    assert_eq!(labels["fork_parent_id"], the_sandbox().to_string());
-    assert!(last_call(&twin).contains("ttl_seconds: Some(600)"), "{}", last_call(&twin));
+    assert_eq!(labels["fork_parent_id"], first_sandbox().to_string());
+    assert!(last_call(&node).contains("ttl_seconds: Some(600)"), "{}", last_call(&node));
     // Without labels of their own they have the parent's, and its TTL.
-    let answer = ask(&twin, "POST /v1/sandboxes/{id}/fork-tree", r#"{"count":1}"#).await;
+    let answer = ask(&node, "POST /v1/sandboxes/{id}/fork-tree", r#"{"count":1}"#).await;
     assert_eq!(answer.json()["children"][0]["metadata"]["of"], "parent");
-    assert!(last_call(&twin).contains("ttl_seconds: None"));
+    assert!(last_call(&node).contains("ttl_seconds: None"));
     let wrong = r#"{"count":1,"metadata":{"explore_ttl":"soon"}}"#;
-    let answer = ask(&twin, "POST /v1/sandboxes/{id}/fork-tree", wrong).await;
+    let answer = ask(&node, "POST /v1/sandboxes/{id}/fork-tree", wrong).await;
     assert!(answer.error().starts_with("metadata.explore_ttl"));
 }
 
@@ -270,7 +270,7 @@ async fn bodyless_posts_are_whole_requests() {
         ("DELETE /v1/sandboxes/{id}", 204),
         ("PATCH /v1/sandboxes/{id}/lifecycle", 200),
     ] {
-        let answer = ask(&twin(), line, "").await;
+        let answer = ask(&node(), line, "").await;
         assert_eq!(answer.status.as_u16(), status, "{line}: {}", answer.text());
         assert!(status == 204 || answer.headers.contains_key("content-length"), "{line}");
     }
@@ -278,28 +278,28 @@ async fn bodyless_posts_are_whole_requests() {
 
 #[tokio::test]
 async fn buffered_output_is_exact() {
-    let twin = twin();
+    let node = node();
     let ran = |cmd: &str| json!({ "cmd": cmd }).to_string();
-    let result = ask(&twin, "POST /v1/sandboxes/{id}/exec", &ran("traps")).await.json();
+    let result = ask(&node, "POST /v1/sandboxes/{id}/exec", &ran("traps")).await.json();
     let expected =
         json!({"stdout": TRAPS, "stderr": "", "exit_code": 0, "duration_ms": 3, "truncated": false});
     assert_eq!(result, expected);
-    let result = ask(&twin, "POST /v1/sandboxes/{id}/exec", &ran("binary")).await.json();
+    let result = ask(&node, "POST /v1/sandboxes/{id}/exec", &ran("binary")).await.json();
     assert_eq!((&result["stdout"], &result["stdout_base64"]), (&json!("a\u{fffd}\u{fffd}"), &json!("Yf/D")));
     assert_eq!((&result["stderr"], &result["exit_code"]), (&json!("e"), &json!(3)));
-    let result = ask(&twin, "POST /v1/sandboxes/{id}/exec", &ran("big")).await.json();
+    let result = ask(&node, "POST /v1/sandboxes/{id}/exec", &ran("big")).await.json();
     assert_eq!(result["stdout"].as_str().map(str::len), Some(16 << 20));
     assert_eq!(result["truncated"], true);
-    let result = ask(&twin, "POST /v1/sandboxes/{id}/exec", &ran("none")).await.json();
+    let result = ask(&node, "POST /v1/sandboxes/{id}/exec", &ran("none")).await.json();
     assert_eq!((&result["stderr"], &result["exit_code"]), (&json!("none: not found\n"), &json!(127)));
-    assert_eq!(twin.sessions.load(Ordering::SeqCst), 0);
+    assert_eq!(node.sessions.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test]
 async fn streamed_output_is_events() {
     let run = |cmd: &'static str| async move {
         let body = json!({"cmd": cmd, "timeout_seconds": 5}).to_string();
-        let answer = ask(&twin(), "POST /v1/sandboxes/{id}/exec/stream", &body).await;
+        let answer = ask(&node(), "POST /v1/sandboxes/{id}/exec/stream", &body).await;
         assert_eq!(answer.headers["content-type"], "text/event-stream; charset=utf-8");
         assert!(!answer.headers.contains_key("content-length"));
         assert!(answer.body.is_ascii());
@@ -329,63 +329,64 @@ async fn streamed_output_is_events() {
 
 #[tokio::test]
 async fn files_travel_exactly() {
-    let twin = twin();
+    let node = node();
     let name = "/a b/\u{e9}\n+%";
     let query = "path=/a+b/%C3%A9%0A%2B%25";
     let data = (0..=255_u8).cycle().take(5000).collect::<Vec<_>>();
-    let put =
-        Request::builder().method("PUT").uri(format!("/v1/sandboxes/{}/fs?{query}&mode=0755", the_sandbox()));
-    let answer = send(&twin, put.body(Body::from(data.clone())).unwrap()).await;
+    let put = Request::builder()
+        .method("PUT")
+        .uri(format!("/v1/sandboxes/{}/fs?{query}&mode=0755", first_sandbox()));
+    let answer = send(&node, put.body(Body::from(data.clone())).unwrap()).await;
     assert_eq!(answer.json(), json!({"path": name, "bytes": 5000}));
-    assert_eq!(last_call(&twin), format!("write {name} Some(493)"));
-    let answer = ask(&twin, &format!("GET /v1/sandboxes/{{id}}/fs?{query}"), "").await;
+    assert_eq!(last_call(&node), format!("write {name} Some(493)"));
+    let answer = ask(&node, &format!("GET /v1/sandboxes/{{id}}/fs?{query}"), "").await;
     assert_eq!(answer.body, data);
     assert_eq!(
         (&answer.headers["content-length"], &answer.headers["x-keiki-mode"]),
         (&"5000".parse().unwrap(), &"0640".parse().unwrap())
     );
-    let answer = ask(&twin, &format!("DELETE /v1/sandboxes/{{id}}/fs?{query}&recursive=1"), "").await;
-    assert_eq!((answer.status.as_u16(), last_call(&twin)), (204, format!("remove {name} true")));
+    let answer = ask(&node, &format!("DELETE /v1/sandboxes/{{id}}/fs?{query}&recursive=1"), "").await;
+    assert_eq!((answer.status.as_u16(), last_call(&node)), (204, format!("remove {name} true")));
     // An empty file has a length; one that only says it is empty has none.
-    ask(&twin, "PUT /v1/sandboxes/{id}/fs?path=/empty", "").await;
-    assert_eq!(ask(&twin, "GET /v1/sandboxes/{id}/fs?path=/empty", "").await.headers["content-length"], "0");
-    ask(&twin, "PUT /v1/sandboxes/{id}/fs?path=/proc/x", "1").await;
-    let answer = ask(&twin, "GET /v1/sandboxes/{id}/fs?path=/proc/x", "").await;
+    ask(&node, "PUT /v1/sandboxes/{id}/fs?path=/empty", "").await;
+    assert_eq!(ask(&node, "GET /v1/sandboxes/{id}/fs?path=/empty", "").await.headers["content-length"], "0");
+    ask(&node, "PUT /v1/sandboxes/{id}/fs?path=/proc/x", "1").await;
+    let answer = ask(&node, "GET /v1/sandboxes/{id}/fs?path=/proc/x", "").await;
     assert_eq!((answer.text().as_str(), answer.headers.contains_key("content-length")), ("1", false));
 }
 
 #[tokio::test]
 async fn an_upload_that_ends_early_is_no_file() {
-    let twin = twin();
-    let put = Request::builder().method("PUT").uri(format!("/v1/sandboxes/{}/fs?path=/x", the_sandbox()));
-    let answer = send(&twin, put.header("content-length", "10").body(Body::from("half")).unwrap()).await;
+    let node = node();
+    let put = Request::builder().method("PUT").uri(format!("/v1/sandboxes/{}/fs?path=/x", first_sandbox()));
+    let answer = send(&node, put.header("content-length", "10").body(Body::from("half")).unwrap()).await;
     assert_eq!((answer.status.as_u16(), answer.error().contains("ended early")), (400, true));
-    assert!(twin.files.lock().unwrap().is_empty());
+    assert!(node.files.lock().unwrap().is_empty());
 }
 
 #[tokio::test]
 async fn logs_are_text_or_events() {
-    let answer = ask(&twin(), "GET /v1/sandboxes/{id}/logs", "").await;
+    let answer = ask(&node(), "GET /v1/sandboxes/{id}/logs", "").await;
     assert_eq!(answer.headers["content-type"], "text/plain; charset=utf-8");
     assert_eq!(answer.text(), "hello é\nworld\n");
-    assert_eq!(ask(&twin(), "GET /v1/sandboxes/{id}/logs?stream=stderr", "").await.text(), "");
-    let answer = ask(&twin(), "GET /v1/templates/builds/b/logs?follow=1", "").await;
+    assert_eq!(ask(&node(), "GET /v1/sandboxes/{id}/logs?stream=stderr", "").await.text(), "");
+    let answer = ask(&node(), "GET /v1/templates/builds/b/logs?follow=1", "").await;
     assert_eq!(answer.text(), "data: one\n\ndata: end.\n\ndata: end\n\n");
     // Without follow it does not wait for the end.
-    let answer = ask(&twin(), "GET /v1/templates/builds/slow/logs", "").await;
+    let answer = ask(&node(), "GET /v1/templates/builds/slow/logs", "").await;
     assert_eq!(answer.text(), "data: one\n\ndata: end\n\n");
 }
 
 #[tokio::test]
 async fn a_name_makes_a_request_one_of_its_kind() {
-    let twin = twin();
+    let node = node();
     let named = async |line: &str, body: &str, key: &str, caller: &str| {
         let (method, path) = line.split_once(' ').unwrap();
-        let path = path.replace("{id}", &the_sandbox().to_string());
+        let path = path.replace("{id}", &first_sandbox().to_string());
         let request = Request::builder().method(method).uri(path).header("idempotency-key", key);
         let request = request.header("x-api-key", caller).body(Body::from(body.to_owned())).unwrap();
-        let answer = send(&twin, request).await;
-        (answer.status.as_u16(), twin.named.lock().unwrap().pop())
+        let answer = send(&node, request).await;
+        (answer.status.as_u16(), node.named.lock().unwrap().pop())
     };
     let fork = "POST /v1/sandboxes/{id}/fork";
     let (status, first) = named(fork, r#"{"count":2}"#, "k", "me").await;
@@ -403,25 +404,25 @@ async fn a_name_makes_a_request_one_of_its_kind() {
     for wrong in ["", "a b", &"x".repeat(256)] {
         assert_eq!(named("POST /v1/sandboxes", "{}", wrong, "me").await, (400, None), "{wrong:?}");
     }
-    ask(&twin, fork, "").await;
-    assert!(twin.named.lock().unwrap().is_empty(), "no name was given");
+    ask(&node, fork, "").await;
+    assert!(node.named.lock().unwrap().is_empty(), "no name was given");
 }
 
 #[tokio::test]
 async fn a_command_is_read_again_from_where_a_stream_was_lost() {
-    let twin = twin();
+    let node = node();
     let answer =
-        ask(&twin, "GET /v1/sandboxes/{id}/execs/x1/stream?stdout_offset=4&stderr_offset=2", "").await;
+        ask(&node, "GET /v1/sandboxes/{id}/execs/x1/stream?stdout_offset=4&stderr_offset=2", "").await;
     assert_eq!(
         answer.text(),
         "id: 6-2\nevent: stdout\ndata: {\"chunk\":\"\\u00e9\",\"offset\":4}\n\n\
          event: exit\ndata: {\"exit_code\":0,\"duration_ms\":3}\n\n"
     );
-    ask(&twin, "POST /v1/sandboxes/{id}/execs/x1/stdin?eof=true", "12345").await;
-    ask(&twin, "POST /v1/sandboxes/{id}/execs/x1/signal", r#"{"signal":"TERM"}"#).await;
+    ask(&node, "POST /v1/sandboxes/{id}/execs/x1/stdin?eof=true", "12345").await;
+    ask(&node, "POST /v1/sandboxes/{id}/execs/x1/signal", r#"{"signal":"TERM"}"#).await;
     let start = r#"{"cmd":"top","stdin_open":true,"pty":{"cols":80,"rows":24}}"#;
-    assert_eq!(ask(&twin, "POST /v1/sandboxes/{id}/execs", start).await.status, 201);
-    let calls = twin.calls.lock().unwrap();
+    assert_eq!(ask(&node, "POST /v1/sandboxes/{id}/execs", start).await.status, 201);
+    let calls = node.calls.lock().unwrap();
     assert_eq!(
         *calls,
         [
@@ -435,15 +436,15 @@ async fn a_command_is_read_again_from_where_a_stream_was_lost() {
 
 #[tokio::test]
 async fn trees_are_archives_and_streams_of_changes() {
-    let twin = twin();
-    let answer = ask(&twin, "GET /v1/sandboxes/{id}/archive?path=/a+b", "").await;
+    let node = node();
+    let answer = ask(&node, "GET /v1/sandboxes/{id}/archive?path=/a+b", "").await;
     assert_eq!(
         (answer.text().as_str(), answer.headers["content-type"].to_str().unwrap()),
         ("tar", "application/x-tar")
     );
     let put = "PUT /v1/sandboxes/{id}/archive?path=/x&owners=true&strip_top=1";
-    assert_eq!(ask(&twin, put, "12345").await.status, 200);
-    let answer = ask(&twin, "GET /v1/sandboxes/{id}/fs/watch?path=/&recursive=true", "").await;
+    assert_eq!(ask(&node, put, "12345").await.status, 200);
+    let answer = ask(&node, "GET /v1/sandboxes/{id}/fs/watch?path=/&recursive=true", "").await;
     assert_eq!(
         answer.text(),
         "event: ready\ndata: {\"kind\":\"ready\",\"path\":\"/\\u00e9\",\"is_dir\":true}\n\n\
@@ -455,11 +456,11 @@ async fn trees_are_archives_and_streams_of_changes() {
         ("PUT /v1/sandboxes/{id}/archive?path=/x&owners=perhaps", "owners"),
         ("GET /v1/sandboxes/{id}/fs/watch?path=/&recursive=perhaps", "recursive"),
     ] {
-        let answer = ask(&twin, line, "").await;
+        let answer = ask(&node, line, "").await;
         assert_eq!(answer.status, 400, "{line}");
         assert!(answer.error().contains(named), "{line}: {}", answer.error());
     }
-    let calls = twin.calls.lock().unwrap();
+    let calls = node.calls.lock().unwrap();
     assert_eq!(
         *calls,
         ["pack /a b", "unpack /x Unpacking { owners: true, strip_top: true } 5", "watch / true"]

@@ -1,6 +1,6 @@
 //! Over a real socket: what depends on connections.
 
-use super::twin::{Twin, the_sandbox};
+use crate::fake::{FakeNode, first_sandbox};
 use crate::{
     App,
     serve::{Limits, serve_app},
@@ -22,7 +22,7 @@ use tokio_tungstenite::{client_async, tungstenite::Message};
 const LONG: Duration = Duration::from_secs(20);
 
 pub(super) struct Server {
-    pub twin: Arc<Twin>,
+    pub node: Arc<FakeNode>,
     pub address: std::net::SocketAddr,
     stop: oneshot::Sender<()>,
     served: tokio::task::JoinHandle<std::io::Result<()>>,
@@ -34,17 +34,17 @@ impl Server {
     }
 
     async fn start_with(limits: Limits) -> Self {
-        let twin = Arc::new(Twin::default());
+        let node = Arc::new(FakeNode::default());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (stop, stopped) = oneshot::channel::<()>();
         let served = tokio::spawn(serve_app(
-            App { metrics: twin.counters.clone(), ..App::new(twin.clone()) },
+            App { metrics: node.counters.clone(), ..App::new(node.clone()) },
             listener,
             stopped,
             limits,
         ));
-        Self { twin, address, stop, served }
+        Self { node, address, stop, served }
     }
 
     pub(super) async fn connect(&self) -> TcpStream {
@@ -54,7 +54,7 @@ impl Server {
     /// Sends a request as text and gives the open connection.
     pub(super) async fn send(&self, head: &str, body: &str) -> TcpStream {
         let mut stream = self.connect().await;
-        let head = head.replace("{id}", &the_sandbox().to_string());
+        let head = head.replace("{id}", &first_sandbox().to_string());
         let request = format!(
             "{head} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
             self.address,
@@ -66,7 +66,7 @@ impl Server {
 
     async fn sessions_become(&self, count: usize) {
         let become_so = async {
-            while self.twin.sessions.load(Ordering::SeqCst) != count {
+            while self.node.sessions.load(Ordering::SeqCst) != count {
                 sleep(Duration::from_millis(5)).await;
             }
         };
@@ -111,10 +111,10 @@ async fn events_arrive_while_the_command_runs() {
 async fn a_terminal_is_a_websocket() {
     let server = Server::start().await;
     let url =
-        format!("ws://{}/v1/sandboxes/{}/exec/pty?cols=100&rows=30&cmd=cat", server.address, the_sandbox());
+        format!("ws://{}/v1/sandboxes/{}/exec/pty?cols=100&rows=30&cmd=cat", server.address, first_sandbox());
     let (mut socket, _) = client_async(&url, server.connect().await).await.unwrap();
     assert_eq!(
-        server.twin.calls.lock().unwrap().last().map(String::as_str),
+        server.node.calls.lock().unwrap().last().map(String::as_str),
         Some("exec cat Some((100, 30))")
     );
     socket.send(Message::Binary(b"\xff\x00keys".as_slice().into())).await.unwrap();
@@ -134,7 +134,7 @@ async fn a_terminal_is_a_websocket() {
 #[tokio::test]
 async fn a_terminal_whose_client_leaves_ends() {
     let server = Server::start().await;
-    let url = format!("ws://{}/v1/sandboxes/{}/exec/pty", server.address, the_sandbox());
+    let url = format!("ws://{}/v1/sandboxes/{}/exec/pty", server.address, first_sandbox());
     let (socket, _) = client_async(&url, server.connect().await).await.unwrap();
     server.sessions_become(1).await;
     drop(socket);
@@ -145,12 +145,12 @@ async fn a_terminal_whose_client_leaves_ends() {
 async fn a_refused_terminal_is_an_http_answer() {
     let server = Server::start().await;
     for (path, status) in [("x/exec/pty", 404), ("{id}/exec/pty?cols=0", 400)] {
-        let path = path.replace("{id}", &the_sandbox().to_string());
+        let path = path.replace("{id}", &first_sandbox().to_string());
         let url = format!("ws://{}/v1/sandboxes/{path}", server.address);
         let refused = client_async(&url, server.connect().await).await.err().map(|error| error.to_string());
         assert!(refused.as_ref().is_some_and(|error| error.contains(&status.to_string())), "{refused:?}");
     }
-    assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
+    assert_eq!(server.node.sessions.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test]
@@ -271,14 +271,14 @@ async fn stopping_is_bounded_and_ends_what_runs() {
     read_until(&mut log, "0\r\n\r\n").await;
     timeout(LONG, server.served).await.unwrap().unwrap().unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(500), "the command had its grace");
-    assert_eq!(server.twin.sessions.load(Ordering::SeqCst), 0);
+    assert_eq!(server.node.sessions.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test]
 async fn each_direction_of_a_port_ends_for_itself() {
     let server = Server::start().await;
     let open = |port: u16| {
-        let url = format!("ws://{}/v1/sandboxes/{}/tcp/{port}", server.address, the_sandbox());
+        let url = format!("ws://{}/v1/sandboxes/{}/tcp/{port}", server.address, first_sandbox());
         let stream = server.connect();
         async move { client_async(url, stream.await).await }
     };
@@ -307,7 +307,7 @@ async fn each_direction_of_a_port_ends_for_itself() {
     socket.send(Message::Binary("later".into())).await.unwrap();
     socket.send(Message::Text(r#"{"eof":true}"#.into())).await.unwrap();
     let noted = async {
-        while !server.twin.calls.lock().unwrap().iter().any(|call| call == "port 13 got 5 true") {
+        while !server.node.calls.lock().unwrap().iter().any(|call| call == "port 13 got 5 true") {
             sleep(Duration::from_millis(5)).await;
         }
     };

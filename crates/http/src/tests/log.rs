@@ -1,6 +1,6 @@
 //! What requests leave in the log.
 
-use super::twin::Twin;
+use crate::fake::FakeNode;
 use crate::{App, errors::Failure, router};
 use axum::{body::Body, http::Request, response::IntoResponse};
 use keiki_api::Error;
@@ -43,7 +43,7 @@ async fn a_request_is_one_line_with_its_route_and_no_query() {
     let ask = || {
         let request =
             Request::builder().uri("/v1/sandboxes/secret?access_token=secret").header("x-request-id", "r-1");
-        let routes = router(App::new(Arc::new(Twin::default())));
+        let routes = router(App::new(Arc::new(FakeNode::default())));
         routes.oneshot(request.body(Body::empty()).unwrap())
     };
     // A line that a thread without a listener logs first is taken for silent until the next listener comes.

@@ -5,4 +5,3 @@ mod live;
 mod log;
 mod observe;
 mod proxy;
-mod twin;

@@ -1,10 +1,7 @@
 //! Events and metrics.
 
-use super::{
-    answers::{ask, send, twin},
-    twin::the_sandbox,
-};
-use crate::{App, router};
+use super::answers::{ask, node, send};
+use crate::{App, fake::first_sandbox, router};
 use axum::{body::Body, http::Request};
 use futures::StreamExt;
 use std::time::Duration;
@@ -12,16 +9,16 @@ use tower::ServiceExt;
 
 #[tokio::test]
 async fn events_are_listed_from_a_number_on() {
-    let twin = twin();
+    let node = node();
     let numbers = |answer: serde_json::Value| -> Vec<u64> {
         let items = answer["items"].as_array().unwrap();
         items.iter().map(|event| event["seq"].as_u64().unwrap()).collect()
     };
-    let all = ask(&twin, "GET /v1/sandboxes/{id}/events", "").await.json();
+    let all = ask(&node, "GET /v1/sandboxes/{id}/events", "").await.json();
     assert_eq!(numbers(all.clone()), [1, 2, 3, 4, 5]);
     assert_eq!(all["items"][0]["kind"], "paused");
-    assert_eq!(numbers(ask(&twin, "GET /v1/events?since=3", "").await.json()), [4, 5]);
-    assert_eq!(numbers(ask(&twin, "GET /v1/events?limit=2", "").await.json()), [1, 2]);
+    assert_eq!(numbers(ask(&node, "GET /v1/events?since=3", "").await.json()), [4, 5]);
+    assert_eq!(numbers(ask(&node, "GET /v1/events?limit=2", "").await.json()), [1, 2]);
     for (line, status, words) in [
         ("GET /v1/events?limit=0", 400, "limit must be from 1 to 1000, not 0"),
         ("GET /v1/events?limit=1001", 400, "limit must be from 1 to 1000, not 1001"),
@@ -30,7 +27,7 @@ async fn events_are_listed_from_a_number_on() {
         ("GET /v1/sandboxes/x/events", 404, "no sandbox x"),
         ("GET /v1/sandboxes/0190b7a0-0000-7000-8000-000000000002/events?follow=1", 404, "no sandbox 0190"),
     ] {
-        let answer = ask(&twin, line, "").await;
+        let answer = ask(&node, line, "").await;
         assert_eq!(answer.status.as_u16(), status, "{line}");
         assert!(answer.error().contains(words), "{line}: {}", answer.error());
     }
@@ -43,7 +40,7 @@ async fn beginning(uri: &str, last: Option<&str>) -> String {
         request = request.header("Last-Event-ID", last);
     }
     let request = request.body(Body::empty()).unwrap();
-    let response = router(App::new(twin())).oneshot(request).await.unwrap();
+    let response = router(App::new(node())).oneshot(request).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     let mut text = Vec::new();
     while let Ok(Some(Ok(chunk))) = tokio::time::timeout(Duration::from_millis(200), body.next()).await {
@@ -54,7 +51,7 @@ async fn beginning(uri: &str, last: Option<&str>) -> String {
 
 #[tokio::test]
 async fn a_stream_of_events_goes_on_where_its_client_lost_it() {
-    let uri = format!("/v1/sandboxes/{}/events?follow=true&since=3", the_sandbox());
+    let uri = format!("/v1/sandboxes/{}/events?follow=true&since=3", first_sandbox());
     let text = beginning(&uri, None).await;
     assert!(text.starts_with("id: 4\nevent: paused\ndata: {\"seq\":4,"), "{text}");
     assert_eq!(text.matches("\n\n").count(), 2, "{text}");
@@ -64,15 +61,15 @@ async fn a_stream_of_events_goes_on_where_its_client_lost_it() {
 
 #[tokio::test]
 async fn requests_are_counted_by_route_and_status() {
-    let twin = twin();
+    let node = node();
     for _ in 0..3 {
-        ask(&twin, "GET /v1/sandboxes/{id}", "").await;
-        ask(&twin, "GET /v1/sandboxes/unknown", "").await;
-        ask(&twin, "GET /some/where/else", "").await;
+        ask(&node, "GET /v1/sandboxes/{id}", "").await;
+        ask(&node, "GET /v1/sandboxes/unknown", "").await;
+        ask(&node, "GET /some/where/else", "").await;
     }
     let request = Request::builder().method("BREW").uri("/v1/sandboxes").body(Body::empty()).unwrap();
-    send(&twin, request).await;
-    let answer = ask(&twin, "GET /metrics", "").await;
+    send(&node, request).await;
+    let answer = ask(&node, "GET /metrics", "").await;
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     assert_eq!(answer.headers["content-type"], kind);
     let text = answer.text();
@@ -85,5 +82,5 @@ async fn requests_are_counted_by_route_and_status() {
     ] {
         assert!(text.lines().any(|other| other == line), "{line}\n{text}");
     }
-    assert!(!text.contains(&the_sandbox().to_string()), "no ids");
+    assert!(!text.contains(&first_sandbox().to_string()), "no ids");
 }

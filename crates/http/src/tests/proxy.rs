@@ -3,96 +3,43 @@
 use super::{
     answers::{Answer, ask, send},
     live::{Server, read_until},
-    twin::{Twin, the_sandbox},
 };
-use axum::{
-    Json, Router,
-    body::Body,
-    extract::{Request, WebSocketUpgrade, ws::Message},
-    http::{HeaderMap, StatusCode, header},
-    response::{IntoResponse, Response},
-    routing::any,
-};
-use bytes::Bytes;
-use futures::{SinkExt, StreamExt, stream};
-use hyper_util::{rt::TokioIo, service::TowerToHyperService};
-use serde_json::{Value, json};
-use std::{convert::Infallible, sync::Arc};
-use tokio::io::{AsyncReadExt, DuplexStream};
+use crate::fake::{FakeNode, first_sandbox};
+use axum::{body::Body, extract::Request, http::StatusCode};
+use futures::{SinkExt, StreamExt};
+use serde_json::json;
+use std::sync::Arc;
+use tokio::io::AsyncReadExt;
 use tokio_tungstenite::{client_async, tungstenite};
 
 const KEY: &str = "the-key-of-the-node";
 const PAGE: [(&str, &str); 2] = [("sec-fetch-mode", "navigate"), ("accept", "text/html")];
 
-/// What port 80 of the twin's sandbox serves.
-pub(super) fn serve(far: DuplexStream) {
-    let routes = Router::new()
-        .route("/events", any(events))
-        .route("/socket", any(socket))
-        .route("/away", any(|| async { (StatusCode::FOUND, [(header::LOCATION, "/login")]) }))
-        .route("/missing", any(|| async { (StatusCode::NOT_FOUND, "the guest's own words") }))
-        .fallback(mirror);
-    let service = TowerToHyperService::new(routes);
-    let connection = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(far), service);
-    tokio::spawn(connection.with_upgrades());
-}
-
-/// Says what it was asked.
-async fn mirror(request: Request) -> Response {
-    let (parts, body) = request.into_parts();
-    let body = axum::body::to_bytes(body, usize::MAX).await.unwrap();
-    let headers: serde_json::Map<String, Value> = parts
-        .headers
-        .iter()
-        .map(|(name, value)| (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into()))
-        .collect();
-    let seen = json!({"method": parts.method.as_str(), "uri": parts.uri.to_string(), "headers": headers, "body": body.len()});
-    ([(header::SET_COOKIE, "own=1; Domain=test")], Json(seen)).into_response()
-}
-
-async fn events() -> Response {
-    let first = stream::iter([Ok::<_, Infallible>(Bytes::from_static(b"data: one\n\n"))]);
-    let headers = [(header::CONTENT_TYPE, "text/event-stream")];
-    (headers, Body::from_stream(first.chain(stream::pending()))).into_response()
-}
-
-async fn socket(headers: HeaderMap, upgrade: WebSocketUpgrade) -> Response {
-    let origin = headers.get("origin").map(|value| value.to_str().unwrap().to_owned()).unwrap_or_default();
-    upgrade.on_upgrade(|mut socket| async move {
-        let _ = socket.send(Message::Text(origin.into())).await;
-        while let Some(Ok(message)) = socket.next().await {
-            if matches!(message, Message::Close(_)) || socket.send(message).await.is_err() {
-                return;
-            }
-        }
-    })
-}
-
-fn keyed() -> Arc<Twin> {
-    Arc::new(Twin { key: Some(KEY), ..Twin::default() })
+fn keyed() -> Arc<FakeNode> {
+    Arc::new(FakeNode::with_key(Some(KEY.into())))
 }
 
 fn host() -> String {
-    format!("80-{}.preview.test:7777", the_sandbox())
+    format!("80-{}.preview.test:7777", first_sandbox())
 }
 
-async fn get(twin: &Arc<Twin>, host: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
+async fn get(node: &Arc<FakeNode>, host: &str, path: &str, headers: &[(&str, &str)]) -> Answer {
     let mut request = Request::builder().uri(path).header("host", host);
     for (name, value) in headers {
         request = request.header(*name, *value);
     }
-    send(twin, request.body(Body::empty()).unwrap()).await
+    send(node, request.body(Body::empty()).unwrap()).await
 }
 
 #[tokio::test]
 async fn by_path_a_guest_is_asked_for_its_own_paths_and_never_gets_the_key() {
-    let twin = keyed();
-    let path = format!("/v1/sandboxes/{}/proxy/80", the_sandbox());
+    let node = keyed();
+    let path = format!("/v1/sandboxes/{}/proxy/80", first_sandbox());
     let uri = format!("{path}/a%2Fb?x=1&access_token={KEY}");
     for key in [("authorization", format!("Bearer {KEY}")), ("x-api-key", KEY.to_owned())] {
         let request =
             Request::builder().method("POST").uri(&uri).header("host", "node:1").header(key.0, &key.1);
-        let answer = send(&twin, request.body(Body::from(vec![b'x'; 100_000])).unwrap()).await;
+        let answer = send(&node, request.body(Body::from(vec![b'x'; 100_000])).unwrap()).await;
         assert_eq!(answer.status, StatusCode::OK);
         assert!(!answer.text().contains(KEY), "{}", answer.text());
         let seen = answer.json();
@@ -105,10 +52,10 @@ async fn by_path_a_guest_is_asked_for_its_own_paths_and_never_gets_the_key() {
         assert_eq!(answer.headers["set-cookie"], format!("own=1; Path={path}/"));
         assert!(answer.headers["content-security-policy"].to_str().unwrap().starts_with("sandbox "));
     }
-    assert_eq!(send(&twin, Request::get(&uri).body(Body::empty()).unwrap()).await.status, 401);
+    assert_eq!(send(&node, Request::get(&uri).body(Body::empty()).unwrap()).await.status, 401);
     let get = |rest: &str| {
         let request = Request::get(format!("{path}{rest}")).header("x-api-key", KEY);
-        send(&twin, request.body(Body::empty()).unwrap())
+        send(&node, request.body(Body::empty()).unwrap())
     };
     let answer = get("?q").await;
     assert_eq!(
@@ -123,7 +70,7 @@ async fn by_path_a_guest_is_asked_for_its_own_paths_and_never_gets_the_key() {
 
 #[tokio::test]
 async fn what_cannot_be_reached_is_told_by_the_node() {
-    let twin = Arc::new(Twin::default());
+    let node = Arc::new(FakeNode::default());
     for (path, status, words) in [
         ("{id}/proxy/81/x", 502, "nothing listens on port 81"),
         ("{id}/proxy/13/x", 502, "without a complete answer"),
@@ -132,7 +79,7 @@ async fn what_cannot_be_reached_is_told_by_the_node() {
         ("{id}/proxy/x/x", 400, "1 to 65535"),
         ("x/proxy/80/x", 404, "no sandbox x"),
     ] {
-        let answer = ask(&twin, &format!("GET /v1/sandboxes/{path}"), "").await;
+        let answer = ask(&node, &format!("GET /v1/sandboxes/{path}"), "").await;
         assert_eq!(answer.status.as_u16(), status, "{path}: {}", answer.text());
         assert!(answer.error().contains(words), "{path}: {}", answer.error());
     }
@@ -140,25 +87,25 @@ async fn what_cannot_be_reached_is_told_by_the_node() {
 
 #[tokio::test]
 async fn a_link_lets_a_browser_in_to_one_port_and_nothing_else() {
-    let twin = keyed();
-    let request = Request::post(format!("/v1/sandboxes/{}/previews", the_sandbox()))
+    let node = keyed();
+    let request = Request::post(format!("/v1/sandboxes/{}/previews", first_sandbox()))
         .header("x-api-key", KEY)
         .header("host", "node:7777")
         .body(Body::from(r#"{"port":80,"ttl_seconds":60}"#))
         .unwrap();
-    let made = send(&twin, request).await;
+    let made = send(&node, request).await;
     assert_eq!(made.status, 201, "{}", made.text());
     let url = made.json()["url"].as_str().unwrap().to_owned();
     assert!(made.json()["expires_at"].is_string() && !url.contains(KEY));
     let rest = url.strip_prefix(&format!("http://{}/?keiki_pass=", host())).unwrap().to_owned();
     // A page: the pass becomes a cookie and leaves the address.
-    let entered = get(&twin, &host(), &format!("/?a=1&keiki_pass={rest}"), &PAGE).await;
+    let entered = get(&node, &host(), &format!("/?a=1&keiki_pass={rest}"), &PAGE).await;
     assert_eq!((entered.status.as_u16(), &entered.headers["location"]), (303, &"/?a=1".parse().unwrap()));
     let cookie = entered.headers["set-cookie"].to_str().unwrap();
     assert!(cookie.ends_with("; Path=/; HttpOnly; SameSite=Lax; Max-Age=59"), "{cookie}");
     let cookie = format!("keiki_preview=junk; own=2; {}", cookie.split(';').next().unwrap());
     let seen =
-        get(&twin, &host(), "/v1/sandboxes?x", &[("cookie", &cookie), ("authorization", "Basic guest")])
+        get(&node, &host(), "/v1/sandboxes?x", &[("cookie", &cookie), ("authorization", "Basic guest")])
             .await
             .json();
     // Also paths of the API are the guest's here.
@@ -170,24 +117,24 @@ async fn a_link_lets_a_browser_in_to_one_port_and_nothing_else() {
     assert_eq!(seen["headers"]["x-forwarded-host"], host());
     // Over TLS no other host of the domain can set the cookie, and one that may be such a host's does not count.
     let tls = [PAGE.as_slice(), &[("x-forwarded-proto", "https")]].concat();
-    let entered = get(&twin, &host(), &format!("/?keiki_pass={rest}"), &tls).await;
+    let entered = get(&node, &host(), &format!("/?keiki_pass={rest}"), &tls).await;
     let secure = entered.headers["set-cookie"].to_str().unwrap();
     assert!(secure.starts_with("__Host-keiki_preview=") && secure.ends_with("; Secure"), "{secure}");
     for (sent, status) in [(cookie.as_str(), 401), (secure.split(';').next().unwrap(), 200)] {
         let asked = [("cookie", sent), ("x-forwarded-proto", "https")];
-        assert_eq!(get(&twin, &host(), "/", &asked).await.status, status, "{sent}");
+        assert_eq!(get(&node, &host(), "/", &asked).await.status, status, "{sent}");
     }
     // A program may use the link as it is.
-    assert_eq!(get(&twin, &host(), &format!("/?keiki_pass={rest}"), &[]).await.json()["uri"], "/");
+    assert_eq!(get(&node, &host(), &format!("/?keiki_pass={rest}"), &[]).await.json()["uri"], "/");
     // Another port, another sandbox, no pass, a page of elsewhere.
     let other = host().replacen("80-", "81-", 1);
-    assert_eq!(get(&twin, &other, "/", &[("cookie", &cookie)]).await.status, 401);
-    let refused = get(&twin, &host(), "/", &[]).await;
+    assert_eq!(get(&node, &other, "/", &[("cookie", &cookie)]).await.status, 401);
+    let refused = get(&node, &host(), "/", &[]).await;
     assert_eq!(refused.status, 401);
     assert!(refused.error().contains("keiki open"));
     for foreign in [("origin", "https://evil.example"), ("sec-fetch-site", "same-site")] {
         assert_eq!(
-            get(&twin, &host(), "/", &[("cookie", &cookie), foreign]).await.status,
+            get(&node, &host(), "/", &[("cookie", &cookie), foreign]).await.status,
             403,
             "{foreign:?}"
         );
@@ -195,36 +142,36 @@ async fn a_link_lets_a_browser_in_to_one_port_and_nothing_else() {
     // The pass is no key of the API.
     let pass = format!("Bearer {rest}");
     assert_eq!(
-        get(&twin, "node:7777", "/v1/sandboxes", &[("authorization", &pass), ("cookie", &cookie)])
+        get(&node, "node:7777", "/v1/sandboxes", &[("authorization", &pass), ("cookie", &cookie)])
             .await
             .status,
         401
     );
     // A key is one of the preview, and stays here.
-    let seen = get(&twin, &host(), "/", &[("x-api-key", KEY), ("authorization", "Bearer guest")]).await;
+    let seen = get(&node, &host(), "/", &[("x-api-key", KEY), ("authorization", "Bearer guest")]).await;
     assert!(seen.text().contains("Bearer guest") && !seen.text().contains(KEY));
     let bearer = format!("Bearer {KEY}");
-    assert!(!get(&twin, &host(), "/", &[("authorization", &bearer)]).await.text().contains(KEY));
+    assert!(!get(&node, &host(), "/", &[("authorization", &bearer)]).await.text().contains(KEY));
 }
 
 #[tokio::test]
 async fn a_page_of_a_guest_cannot_act_on_a_node_without_keys() {
-    let twin = Arc::new(Twin::default());
+    let node = Arc::new(FakeNode::default());
     let by_host = format!("http://{}", host());
     for origin in ["null", &by_host] {
-        let request = Request::delete(format!("/v1/sandboxes/{}", the_sandbox()))
+        let request = Request::delete(format!("/v1/sandboxes/{}", first_sandbox()))
             .header("host", "localhost:7777")
             .header("origin", origin);
-        assert_eq!(send(&twin, request.body(Body::empty()).unwrap()).await.status, 403, "{origin}");
+        assert_eq!(send(&node, request.body(Body::empty()).unwrap()).await.status, 403, "{origin}");
     }
     // On its own host there is no API at all.
-    let answer = get(&twin, &host(), "/v1/version", &[("origin", &by_host)]).await;
+    let answer = get(&node, &host(), "/v1/version", &[("origin", &by_host)]).await;
     assert_eq!(answer.json()["uri"], "/v1/version");
 }
 
 #[tokio::test]
 async fn bad_wishes_for_links_are_named() {
-    let twin = Arc::new(Twin::default());
+    let node = Arc::new(FakeNode::default());
     for (body, words) in [
         (r#"{"port":0}"#, "port must be from 1"),
         (r#"{"port":70000}"#, "port is wrong"),
@@ -232,14 +179,14 @@ async fn bad_wishes_for_links_are_named() {
         (r#"{"port":80,"ttl_seconds":0}"#, "ttl_seconds must be from 1 to 604800, not 0"),
         (r#"{"port":80,"ttl_seconds":604801}"#, "ttl_seconds must be from 1 to 604800"),
     ] {
-        let answer = ask(&twin, "POST /v1/sandboxes/{id}/previews", body).await;
+        let answer = ask(&node, "POST /v1/sandboxes/{id}/previews", body).await;
         assert_eq!(answer.status, 400);
         assert!(answer.error().contains(words), "{}", answer.error());
     }
     // Where no keys are asked for, a link needs no pass.
-    let made = ask(&twin, "POST /v1/sandboxes/{id}/previews", r#"{"port":80}"#).await.json();
+    let made = ask(&node, "POST /v1/sandboxes/{id}/previews", r#"{"port":80}"#).await.json();
     assert!(made["url"].as_str().unwrap().ends_with(".preview.test/") && made["expires_at"].is_null());
-    assert_eq!(ask(&twin, "GET /v1/sandboxes/{id}/ports", "").await.json()["items"][0]["process"], "echo");
+    assert_eq!(ask(&node, "GET /v1/sandboxes/{id}/ports", "").await.json()["items"][0]["process"], "echo");
 }
 
 #[tokio::test]
@@ -248,7 +195,7 @@ async fn streams_come_as_they_are_sent() {
     let mut stream = server.send("GET /v1/sandboxes/{id}/proxy/80/events", "").await;
     let text = read_until(&mut stream, "data: one\n\n").await;
     assert!(text.contains("content-type: text/event-stream"), "{text}");
-    let counted = server.twin.counters.text_after(String::new());
+    let counted = server.node.counters.text_after(String::new());
     let line = r#"keiki_http_requests_total{method="GET",route="/v1/sandboxes/{id}/proxy/{port}/{*path}",status="2xx"} 1"#;
     assert!(counted.lines().any(|other| other == line), "{counted}");
 }
@@ -256,7 +203,7 @@ async fn streams_come_as_they_are_sent() {
 #[tokio::test]
 async fn a_websocket_goes_through_by_path_and_by_host() {
     let server = Server::start().await;
-    let by_path = format!("ws://{}/v1/sandboxes/{}/proxy/80/socket", server.address, the_sandbox());
+    let by_path = format!("ws://{}/v1/sandboxes/{}/proxy/80/socket", server.address, first_sandbox());
     let by_host = format!("ws://{}/socket", host());
     for url in [by_path, by_host] {
         let mut request = tungstenite::client::IntoClientRequest::into_client_request(url.as_str()).unwrap();

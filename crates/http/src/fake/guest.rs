@@ -1,99 +1,34 @@
-//! A node for these tests: it has one sandbox, a few files in memory, and commands that play a part.
+//! What is inside the sandboxes of a [`FakeNode`]: commands that play a part, and files in memory.
 
-use crate::metrics::Metrics;
+use super::{FakeNode, lock};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::{StreamExt, stream, stream::BoxStream};
 use keiki_api::{
-    ByteStream, Commands, Control, Dialed, Error, ExecEvent, Files, Host, Once, Ports, Previews, ReadFrom,
-    Reading, Result, Sandboxes, Secret, Session, Templates, Trees, Unpacking, request,
+    ByteStream, Commands, Control, Dialed, Error, ExecEvent, Files, Ports, ReadFrom, Reading, Result,
+    Session, Trees, Unpacking, request,
 };
 use keiki_types::{
-    EngineKind, SandboxId, SnapshotId, Status, TemplateName,
+    SandboxId,
     api::{
-        Build, BuildTemplate, CreateSandbox, Event, EventKind, ExecRequest, ForkSandbox, Forked, FsChange,
-        FsEntry, FsEvent, FsUnpacked, Lifecycle, Port, Promote, Promoted, Sandbox, SetLifecycle, Snapshot,
-        Template, Timings, Version,
+        ExecRequest, FsChange, FsEntry, FsEvent, FsUnpacked, Port,
         execs::{Exec, Signal, StartExec},
     },
 };
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Duration,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     sync::mpsc,
 };
 
-/// Text whose bytes are line ends in other encodings.
-pub(super) const TRAPS: &str = "х…Å\u{2028}é";
-
-#[derive(Default)]
-pub(super) struct Twin {
-    pub key: Option<&'static str>,
-    /// What was asked of it.
-    pub calls: Arc<Mutex<Vec<String>>>,
-    /// The names that requests came with.
-    pub named: Mutex<Vec<Once>>,
-    pub files: Mutex<BTreeMap<String, Vec<u8>>>,
-    pub counters: Metrics,
-    /// Sessions that live.
-    pub sessions: Arc<AtomicUsize>,
-}
-
-pub(super) fn the_sandbox() -> SandboxId {
-    "0190b7a0-0000-7000-8000-000000000001".parse().unwrap()
-}
-
-pub(super) fn sandbox(id: SandboxId) -> Sandbox {
-    Sandbox {
-        id,
-        template: "base".into(),
-        template_version: "v".into(),
-        cpu: 1,
-        memory_mb: 256,
-        disk_mb: 2048,
-        status: Status::Running,
-        guest_ip: String::new(),
-        created_at: "2026-01-01T00:00:00Z".into(),
-        metadata: [("of".into(), "parent".into())].into(),
-        from_snapshot: None,
-        boot_ms: 1,
-        boot_mode: "create".into(),
-        persistent: false,
-        ttl_seconds: 3600,
-        idle_seconds: 0,
-        parent_sandbox_id: None,
-        parent_snapshot_id: None,
-        generation: 1,
-        engine: EngineKind::Qemu,
-        memory: None,
-        cpu_ms: None,
-        timings: None,
-        error: None,
-    }
-}
-
-impl Twin {
-    fn note(&self, call: String) {
-        self.calls.lock().unwrap().push(call);
-    }
-
-    fn known(&self, id: SandboxId) -> Result<Sandbox> {
-        if id == the_sandbox() { Ok(sandbox(id)) } else { Err(Error::NotFound(format!("no sandbox {id}"))) }
-    }
-
-    fn done(&self, id: SandboxId, call: String) -> Result<()> {
-        self.known(id)?;
-        self.note(call);
-        Ok(())
-    }
-}
+/// What the command `traps` prints: text whose bytes are line ends in other encodings.
+pub(crate) const TRAPS: &str = "х…Å\u{2028}é";
 
 /// Counts a session while it lives.
 struct Living(Arc<AtomicUsize>);
@@ -136,7 +71,7 @@ fn out(bytes: &[u8]) -> ExecEvent {
     ExecEvent::Stdout { offset: 0, data: Bytes::copy_from_slice(bytes) }
 }
 
-/// What a command of this name sends; None: it goes on until its input ends.
+/// What a command of this name sends; None: it echoes its input until that ends.
 fn script(cmd: &str) -> Option<Vec<ExecEvent>> {
     Some(match cmd {
         "traps" => TRAPS.bytes().map(|byte| out(&[byte])).chain([exit(0)]).collect(),
@@ -155,7 +90,11 @@ fn script(cmd: &str) -> Option<Vec<ExecEvent>> {
             vec![ExecEvent::Exit { code: 127, timed_out: false, message, duration_ms: 0 }]
         }
         "lost" => vec![out(b"half")],
-        _ => return None,
+        _ => match cmd.split_once(' ') {
+            Some(("echo", words)) => vec![out(format!("{words}\n").as_bytes()), exit(0)],
+            Some(("exit", code)) => vec![exit(code.parse().unwrap_or(2))],
+            _ => return None,
+        },
     })
 }
 
@@ -180,20 +119,6 @@ fn placed(
     events.boxed()
 }
 
-fn event(seq: u64) -> Event {
-    Event {
-        seq,
-        at: "2026-01-01T00:00:00Z".into(),
-        sandbox_id: the_sandbox(),
-        kind: EventKind::Paused,
-        reason: None,
-        ms: None,
-        parent_sandbox_id: None,
-        snapshot_id: None,
-        children: Vec::new(),
-    }
-}
-
 /// The one command that is known by its id.
 fn known_exec() -> Exec {
     Exec {
@@ -214,200 +139,14 @@ fn known_exec() -> Exec {
 }
 
 #[async_trait]
-impl Host for Twin {
-    fn version(&self) -> Version {
-        Version { version: "0".into(), engine: "qemu".into() }
-    }
-
-    fn authorize(&self, key: Option<&str>) -> Result<()> {
-        if self.key.is_none() || self.key == key { Ok(()) } else { Err(Error::Unauthorized) }
-    }
-
-    fn previews(&self) -> Previews {
-        Previews::new([3; 32], "preview.test", self.key.is_none()).unwrap()
-    }
-
-    fn request_key(&self) -> Secret {
-        [7; 32]
-    }
-
-    async fn metrics(&self) -> Result<String> {
-        Ok(String::new())
-    }
-
-    async fn events(
-        &self,
-        of: Option<SandboxId>,
-        since: Option<u64>,
-        limit: Option<usize>,
-    ) -> Result<Vec<Event>> {
-        of.map_or(Ok(()), |id| self.known(id).map(drop))?;
-        let all = (1..=5).map(event);
-        let skipped = usize::try_from(since.unwrap_or(0)).unwrap();
-        Ok(all.skip(skipped).take(limit.unwrap_or(usize::MAX)).collect())
-    }
-
-    async fn follow_events(
-        &self,
-        of: Option<SandboxId>,
-        since: Option<u64>,
-    ) -> Result<BoxStream<'static, Event>> {
-        Ok(stream::iter(self.events(of, since, None).await?).chain(stream::pending()).boxed())
-    }
-}
-
-#[async_trait]
-impl Sandboxes for Twin {
-    async fn create(&self, request: CreateSandbox, once: Option<Once>) -> Result<Sandbox> {
-        self.named.lock().unwrap().extend(once);
-        match request.template.as_deref() {
-            Some("busy") => {
-                Err(Error::Busy { why: "base is being built".into(), retry_after: Duration::from_millis(1) })
-            }
-            Some("panic") => panic!("the twin was told to"),
-            _ => Ok(sandbox(the_sandbox())),
-        }
-    }
-
-    async fn list(&self, memory: bool) -> Result<Vec<Sandbox>> {
-        self.note(format!("list {memory}"));
-        Ok(vec![sandbox(the_sandbox())])
-    }
-
-    async fn get(&self, id: SandboxId) -> Result<Sandbox> {
-        self.known(id)
-    }
-
-    async fn delete(&self, id: SandboxId) -> Result<()> {
-        self.known(id).map(drop)
-    }
-
-    async fn fork(
-        &self,
-        id: SandboxId,
-        request: ForkSandbox,
-        labels: BTreeMap<String, String>,
-        once: Option<Once>,
-    ) -> Result<Forked> {
-        self.named.lock().unwrap().extend(once);
-        let count = request::fork_count(request.count)?;
-        self.done(id, format!("fork {request:?}"))?;
-        let mut metadata = request.metadata.unwrap_or_else(|| sandbox(id).metadata);
-        metadata.extend(labels);
-        let child = Sandbox { metadata, ..sandbox(SandboxId::new()) };
-        let children = vec![child; count];
-        Ok(Forked { parent_id: id, sandbox: children[0].clone(), children, timings: Timings::default() })
-    }
-
-    async fn promote(&self, id: SandboxId, request: Promote) -> Result<Promoted> {
-        self.done(id, format!("promote {request:?}"))?;
-        Ok(Promoted { winner: id, tree_id: "t".into(), deleted: Vec::new(), failures: BTreeMap::new() })
-    }
-
-    async fn pause(&self, id: SandboxId) -> Result<Sandbox> {
-        self.known(id)
-    }
-
-    async fn resume(&self, id: SandboxId) -> Result<Sandbox> {
-        self.known(id)
-    }
-
-    async fn hibernate(&self, id: SandboxId) -> Result<Sandbox> {
-        self.known(id)
-    }
-
-    async fn wake(&self, id: SandboxId) -> Result<Sandbox> {
-        self.known(id)
-    }
-
-    async fn lifecycle(&self, id: SandboxId) -> Result<Lifecycle> {
-        self.known(id)?;
-        Ok(Lifecycle { ttl_seconds: 3600, persistent: false, idle_seconds: 0 })
-    }
-
-    async fn set_lifecycle(&self, id: SandboxId, request: SetLifecycle) -> Result<Lifecycle> {
-        self.done(id, format!("set_lifecycle {request:?}"))?;
-        self.lifecycle(id).await
-    }
-
-    async fn console(&self, id: SandboxId, _: usize) -> Result<Bytes> {
-        self.known(id)?;
-        Ok("hello é\nworld\n".into())
-    }
-
-    async fn snapshot(&self, id: SandboxId, once: Option<Once>) -> Result<Snapshot> {
-        self.named.lock().unwrap().extend(once);
-        self.known(id)?;
-        Err(Error::NoRoom("a snapshot needs 300 MiB; 10 MiB are free".into()))
-    }
-
-    async fn snapshots(&self, of: Option<SandboxId>) -> Result<Vec<Snapshot>> {
-        self.note(format!("snapshots {of:?}"));
-        Ok(Vec::new())
-    }
-
-    async fn get_snapshot(&self, id: SnapshotId) -> Result<Snapshot> {
-        Err(Error::NotFound(format!("no snapshot {id}")))
-    }
-
-    async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
-        Err(Error::NotFound(format!("no snapshot {id}")))
-    }
-}
-
-#[async_trait]
-impl Templates for Twin {
-    async fn templates(&self) -> Result<Vec<Template>> {
-        Ok(Vec::new())
-    }
-
-    async fn get_template(&self, name: &TemplateName) -> Result<Template> {
-        Err(Error::NotFound(format!("no template {name}")))
-    }
-
-    async fn delete_template(&self, name: &TemplateName) -> Result<()> {
-        Err(Error::NotFound(format!("no template {name}")))
-    }
-
-    async fn build_template(&self, request: BuildTemplate) -> Result<Build> {
-        self.note(format!("build {request:?}"));
-        Ok(Build {
-            id: "b".into(),
-            name: request.name,
-            status: "queued".into(),
-            error: String::new(),
-            started_at: String::new(),
-            ended_at: String::new(),
-            step: String::new(),
-        })
-    }
-
-    async fn builds(&self) -> Result<Vec<Build>> {
-        Ok(Vec::new())
-    }
-
-    async fn get_build(&self, id: &str) -> Result<Build> {
-        Err(Error::NotFound(format!("no build {id}")))
-    }
-
-    async fn build_log(&self, id: &str) -> Result<BoxStream<'static, String>> {
-        match id {
-            "b" => Ok(stream::iter(["one".to_owned(), "end".to_owned()]).boxed()),
-            "slow" => Ok(stream::iter(["one".to_owned()]).chain(stream::pending()).boxed()),
-            _ => Err(Error::NotFound(format!("no build {id}"))),
-        }
-    }
-}
-
-#[async_trait]
-impl Commands for Twin {
+impl Commands for FakeNode {
     async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
         request::command(&request)?;
         pty.map(|(cols, rows)| request::terminal(cols, rows)).transpose()?;
-        let cmd = request.cmd.unwrap_or_default();
+        let cmd = request.cmd.unwrap_or_else(|| request.argv.unwrap_or_default().join(" "));
         self.done(id, format!("exec {cmd} {pty:?}"))?;
         self.sessions.fetch_add(1, Ordering::SeqCst);
-        let living = Living(self.sessions.clone());
+        let living = Living(Arc::clone(&self.sessions));
         let (input, echoed) = mpsc::unbounded_channel();
         let control = Arc::new(Echo(input.clone()));
         let events = match script(&cmd) {
@@ -446,7 +185,7 @@ impl Commands for Twin {
         self.get_exec(id, exec).await?;
         self.note(format!("attach {exec} {from:?}"));
         let ReadFrom::Offsets(offsets) = from else {
-            return Err(Error::Conflict("the twin has no tail".into()));
+            return Err(Error::Conflict("a fake command has no tail".into()));
         };
         let events = placed(stream::iter(vec![Ok(out("é".as_bytes())), Ok(exit(0))]).boxed(), offsets);
         let control = Arc::new(Echo(mpsc::unbounded_channel().0));
@@ -474,11 +213,10 @@ impl Commands for Twin {
 }
 
 #[async_trait]
-impl Files for Twin {
+impl Files for FakeNode {
     async fn read_file(&self, id: SandboxId, path: &str) -> Result<Reading> {
         self.known(id)?;
-        let missing = || Error::NotFound(format!("no file {path}"));
-        let data = self.files.lock().unwrap().get(path).cloned().ok_or_else(missing)?;
+        let data = self.files_of(id).remove(path).ok_or_else(|| no_file(path))?;
         let size = if path.starts_with("/proc") { 0 } else { data.len() as u64 };
         let pieces = data.chunks(1000).map(|piece| Ok(Bytes::copy_from_slice(piece))).collect::<Vec<_>>();
         Ok(Reading { size, mode: 0o100_640, chunks: stream::iter(pieces).boxed() })
@@ -498,18 +236,37 @@ impl Files for Twin {
         }
         self.note(format!("write {path} {mode:?}"));
         let length = whole.len() as u64;
-        self.files.lock().unwrap().insert(path.into(), whole);
+        lock(&self.files).insert((id, path.into()), whole);
         Ok(length)
     }
 
     async fn list_dir(&self, id: SandboxId, path: &str) -> Result<Vec<FsEntry>> {
         self.done(id, format!("list_dir {path}"))?;
-        Ok(Vec::new())
+        let dir = format!("{}/", path.trim_end_matches('/'));
+        let mut entries = BTreeMap::new();
+        for (path, data) in self.files_of(id) {
+            let Some((name, below)) = path
+                .strip_prefix(&dir)
+                .map(|rest| rest.split_once('/').map_or((rest, None), |(a, b)| (a, Some(b))))
+            else {
+                continue;
+            };
+            entries.insert(
+                name.to_owned(),
+                entry(&format!("{dir}{name}"), below.is_none().then_some(data.len())),
+            );
+        }
+        if entries.is_empty() && path != "/" {
+            Err(no_file(path))
+        } else {
+            Ok(entries.into_values().collect())
+        }
     }
 
     async fn stat(&self, id: SandboxId, path: &str) -> Result<FsEntry> {
         self.known(id)?;
-        Err(Error::NotFound(format!("no file {path}")))
+        let data = self.files_of(id).remove(path).ok_or_else(|| no_file(path))?;
+        Ok(entry(path, Some(data.len())))
     }
 
     async fn mkdir(&self, id: SandboxId, change: FsChange) -> Result<()> {
@@ -521,6 +278,7 @@ impl Files for Twin {
     }
 
     async fn remove(&self, id: SandboxId, change: FsChange) -> Result<()> {
+        lock(&self.files).remove(&(id, change.path.clone()));
         self.done(id, format!("remove {} {}", change.path, change.recursive))
     }
 
@@ -534,7 +292,7 @@ impl Files for Twin {
 }
 
 #[async_trait]
-impl Trees for Twin {
+impl Trees for FakeNode {
     async fn pack(&self, id: SandboxId, path: &str) -> Result<ByteStream> {
         self.done(id, format!("pack {path}"))?;
         let broken = Err(Error::Conflict("it shrank".into()));
@@ -571,7 +329,7 @@ impl Trees for Twin {
 }
 
 #[async_trait]
-impl Ports for Twin {
+impl Ports for FakeNode {
     async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
         self.known(id)?;
         Ok(vec![Port { port: 7, address: "127.0.0.1".into(), pid: Some(9), process: Some("echo".into()) }])
@@ -596,12 +354,43 @@ impl Ports for Twin {
                     let _ = to.shutdown().await;
                     let mut all = Vec::new();
                     let ended = from.read_to_end(&mut all).await.is_ok();
-                    noted.lock().unwrap().push(format!("port 13 got {} {ended}", all.len()));
+                    lock(&noted).push(format!("port 13 got {} {ended}", all.len()));
                 });
             }
-            80 => super::proxy::serve(far),
+            80 => super::web::serve(far),
             _ => return Err(Error::Unreachable(format!("nothing listens on port {port} in the sandbox"))),
         }
         Ok(Box::new(near))
     }
+}
+
+impl FakeNode {
+    fn files_of(&self, id: SandboxId) -> BTreeMap<String, Vec<u8>> {
+        let files = lock(&self.files);
+        files
+            .iter()
+            .filter(|((of, _), _)| *of == id)
+            .map(|((_, path), data)| (path.clone(), data.clone()))
+            .collect()
+    }
+}
+
+/// A file of this size, or a directory.
+fn entry(path: &str, size: Option<usize>) -> FsEntry {
+    FsEntry {
+        name: path.rsplit('/').next().unwrap_or_default().into(),
+        path: path.into(),
+        kind: if size.is_some() { "file" } else { "dir" }.into(),
+        is_dir: size.is_none(),
+        size: size.unwrap_or(0) as u64,
+        mode: "0640".into(),
+        mtime: 0,
+        target: None,
+        uid: 0,
+        gid: 0,
+    }
+}
+
+fn no_file(path: &str) -> Error {
+    Error::NotFound(format!("no file {path}"))
 }
