@@ -8,11 +8,11 @@
 use crate::{
     admission::{Admission, DiskRoom, Ticket},
     error::{Error, Result},
+    network::{Network, Slot},
     sandbox::Live,
     store::{Store, make_dir},
 };
 use keiki_engine::{BootSpec, Engine, EngineError, Frozen, Image, Machine, PreparedVm, VmPaths};
-use keiki_net::Slot;
 use keiki_sys::stopwatch::Stopwatch;
 use keiki_types::{SandboxId, Shape, Sharing};
 use std::{path::Path, sync::Arc, time::Duration};
@@ -26,7 +26,7 @@ const STARTING_PER_CPU: usize = 3;
 /// Makes machines and ends them.
 pub(crate) struct Fleet {
     pub engine: Arc<dyn Engine>,
-    pub slots: keiki_net::Slots,
+    pub network: Network,
     pub admission: Admission,
     /// On the store.
     pub room: DiskRoom,
@@ -62,7 +62,7 @@ pub(crate) struct Unreleased {
 impl Fleet {
     pub fn new(
         engine: Arc<dyn Engine>,
-        slots: keiki_net::Slots,
+        network: Network,
         store: Store,
         sharing: Sharing,
         admission: Admission,
@@ -70,7 +70,7 @@ impl Fleet {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             engine,
-            slots,
+            network,
             admission,
             room: DiskRoom::default(),
             store,
@@ -95,7 +95,7 @@ impl Fleet {
         VmPaths {
             dir: self.store.sandbox(id),
             run_dir: self.store.run(id),
-            netns: slot.map(Slot::netns_path),
+            netns: slot.and_then(Slot::netns_path),
         }
     }
 
@@ -195,14 +195,13 @@ impl Fleet {
             self.store.remove_or_log(dir).await;
         }
         if let Some(slot) = slot {
-            self.slots.give_back(slot).await;
+            self.network.give_back(slot).await;
         }
     }
 
     /// A network slot and directories for a machine.
     async fn allot(&self, id: SandboxId) -> Result<(Slot, VmPaths)> {
-        let slot = self.slots.take().await;
-        let slot = slot.map_err(|cause| Error::internal("cannot create a network slot", cause))?;
+        let slot = self.network.take().await?;
         let paths = self.paths(id, Some(&slot));
         match make_dir(&paths.dir).and_then(|()| make_dir(&paths.run_dir)) {
             Ok(()) => Ok((slot, paths)),

@@ -19,6 +19,7 @@ mod lifecycle;
 mod locks;
 mod memory;
 mod metrics;
+mod network;
 mod observe;
 mod once;
 mod records;
@@ -33,6 +34,9 @@ mod sweep;
 mod templates;
 mod timings;
 mod verbs;
+
+#[cfg(test)]
+mod tests;
 
 pub use config::Config;
 pub use daemon::Node;

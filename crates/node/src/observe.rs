@@ -48,6 +48,7 @@ impl Host for Node {
         let machines = sandboxes.iter().filter_map(|sandbox| sandbox.live()).collect();
         let memory = inner.measured.of(machines).await;
         let (store_size, store_free) = inner.store.space()?;
+        let (slots_used, slots_ready) = inner.fleet.network.used_and_ready();
         let now = Gauges {
             build: (env!("CARGO_PKG_VERSION").into(), inner.engine_version.clone()),
             sandboxes: Status::ALL
@@ -61,8 +62,8 @@ impl Host for Node {
             memory_pss: memory.pss_bytes,
             memory_private: memory.private_bytes,
             memory_shared: memory.shared_bytes,
-            slots_used: inner.fleet.slots.used(),
-            slots_ready: inner.fleet.slots.ready(),
+            slots_used,
+            slots_ready,
             store_size,
             store_free,
             store_reserved: inner.fleet.room.reserved(),

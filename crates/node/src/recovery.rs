@@ -77,13 +77,7 @@ impl Inner {
 
     async fn find(&self, record: &SandboxRecord) -> Result<Option<Live>> {
         let slot = match record.slot {
-            Some(index) => Some(
-                self.fleet
-                    .slots
-                    .adopt(index)
-                    .await
-                    .map_err(|cause| Error::internal("its network slot is gone", cause))?,
-            ),
+            Some(index) => Some(self.fleet.network.adopt(index).await?),
             None => None,
         };
         let adopted = self.fleet.engine.adopt(&self.fleet.paths(record.id, slot.as_ref())).await;
@@ -91,7 +85,7 @@ impl Inner {
             Ok(Some(machine)) => machine,
             other => {
                 if let Some(slot) = slot {
-                    self.fleet.slots.give_back(slot).await;
+                    self.fleet.network.give_back(slot).await;
                 }
                 other.map_err(|cause| Error::internal("its monitor cannot be reached", cause))?;
                 return Ok(None);

@@ -13,10 +13,10 @@ use crate::{
     error::{Error, Result},
     guest::{GuestLink, refusal as guest_refusal},
     lifecycle::{self, Arrival, Decision, IdleTracker, Sweep, Verb},
+    network::Slot,
     records::{SandboxRecord, rfc3339},
 };
 use keiki_engine::Machine;
-use keiki_net::Slot;
 use keiki_protocol::guest::guest_client::GuestClient;
 use keiki_types::{SandboxId, Status, api};
 use parking_lot::{Mutex, MutexGuard};

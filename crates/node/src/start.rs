@@ -12,6 +12,7 @@ use crate::{
     locks::Locks,
     memory::Measured,
     metrics::Metrics,
+    network::Network,
     records::{Records, SandboxRecord},
     sandboxes::Sandboxes,
     sources::Sources,
@@ -55,6 +56,23 @@ impl Node {
 
     async fn start_on(config: Config, store: Store) -> Result<Self> {
         let records = Records::open(&store.database())?;
+        let (engine, capabilities) = choose_engine(&config, &store).await?;
+        tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
+        let known: Vec<SandboxRecord> = records.all().await?;
+        let network = Network::Slots(open_slots(&config, &known).await?);
+        let version = format!("{} {}", capabilities.kind, capabilities.version);
+        Self::start_with(config, store, records, engine, version, network).await
+    }
+
+    /// Finds what an earlier node left with this engine, and goes on with it.
+    pub(crate) async fn start_with(
+        config: Config,
+        store: Store,
+        records: Records,
+        engine: Arc<dyn Engine>,
+        engine_version: String,
+        network: Network,
+    ) -> Result<Self> {
         let events = Events::open(&store.events())?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
         let preview_key = key::secret(&store.preview_key())
@@ -63,19 +81,15 @@ impl Node {
         let request_key = key::secret(&store.request_key()).map_err(|cause| {
             Error::internal("cannot read or create the key for idempotent requests", cause)
         })?;
-        let (engine, capabilities) = choose_engine(&config, &store).await?;
-        tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
-        let known: Vec<SandboxRecord> = records.all().await?;
-        let slots = open_slots(&config, &known).await?;
         let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
-        let fleet = Fleet::new(engine, slots, store.clone(), config.sharing, admission);
+        let known: Vec<SandboxRecord> = records.all().await?;
         let inner = Arc::new(Inner {
-            engine_version: format!("{} {}", capabilities.kind, capabilities.version),
+            engine_version,
             trusts_all,
+            fleet: Fleet::new(engine, network, store.clone(), config.sharing, admission),
             config,
             journal: Journal { records, events, metrics: Metrics::default() },
             store,
-            fleet,
             measured: Measured::default(),
             previews,
             request_key,
@@ -116,7 +130,7 @@ impl Node {
         if !inner.config.ephemeral {
             return;
         }
-        inner.fleet.slots.stop(&[]).await;
+        inner.fleet.network.stop().await;
         if let Err(error) = inner.store.unmount().await {
             tracing::error!(error = &error as &dyn std::error::Error, "the store stays mounted");
         }

@@ -96,6 +96,19 @@ impl Store {
         Ok(store)
     }
 
+    /// On directories whose file system is taken as it is.
+    #[cfg(test)]
+    pub fn in_dirs(data: &Path, run: &Path) -> anyhow::Result<Self> {
+        let root = data.join("store");
+        for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
+            fs::create_dir_all(root.join(part))?;
+        }
+        fs::create_dir_all(run)?;
+        let _locks = Arc::new([lock(data)?, lock(run)?]);
+        let (data, run) = (data.into(), run.into());
+        Ok(Self { data, root, run, own_image: false, fresh_mount: false, _locks })
+    }
+
     /// Root of the reflink file system.
     #[must_use]
     pub fn root(&self) -> &Path {
