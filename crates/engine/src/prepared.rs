@@ -1,6 +1,8 @@
 //! A monitor prepared ahead, before the frozen machine that it will run exists.
 
-use crate::{EngineError, Image, Result, VmPaths, kvm, process::blocking, qemu, record};
+use crate::{
+    EngineError, Image, Result, VmPaths, kvm::fds::VmFds, process::blocking, qemu::waiting::WaitingVm, record,
+};
 
 /// What waits for a thaw: a prepared VM. Dropping it ends its process and clears its directories;
 /// so does [`PreparedVm::cancel`], which also waits until the process is gone.
@@ -14,9 +16,9 @@ pub struct PreparedVm {
 /// What an engine prepared.
 pub(crate) enum Waiting {
     /// Open descriptors: a process is forked when they are used.
-    Kvm(kvm::VmFds),
+    Kvm(VmFds),
     /// A QEMU that waits for a device state.
-    Qemu(Box<qemu::WaitingVm>),
+    Qemu(Box<WaitingVm>),
     #[cfg(any(test, feature = "fake"))]
     Fake,
 }

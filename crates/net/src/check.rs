@@ -1,10 +1,11 @@
 //! The network checks of `keiki doctor`.
 
 use crate::{
+    cidr::Cidr,
     dns::Upstream,
     host,
     netlink::Net,
-    range::{Cidr, NodeTag, Range},
+    range::{NodeTag, Range},
     rules,
     slot::on_own_runtime,
 };

@@ -1,6 +1,6 @@
 //! Errors of this crate.
 
-use crate::range::Cidr;
+use crate::cidr::Cidr;
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,10 +1,11 @@
 //! The host side of all slots of a node: locks, the claim on the range, firewall rules, cleanup.
 
 use crate::{
+    cidr::Cidr,
     error::{Error, Result},
     netfilter,
     netlink::Net,
-    range::{Cidr, NodeTag, Range},
+    range::{NodeTag, Range},
     rules,
     slot::{self, Plan},
 };

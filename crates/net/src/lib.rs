@@ -23,6 +23,7 @@
 //! Everything goes over netlink, except rulesets: `nft` applies them while a slot is built ahead.
 
 mod check;
+mod cidr;
 mod dns;
 mod error;
 mod host;
@@ -34,8 +35,9 @@ mod slot;
 mod slots;
 
 pub use check::{Check, check};
+pub use cidr::{Cidr, CidrError};
 pub use error::{Error, Result};
 pub use host::purge;
-pub use range::{Cidr, CidrError, NodeTag};
+pub use range::NodeTag;
 pub use rules::EgressPolicy;
 pub use slots::{Slot, Slots, SlotsConfig};

@@ -2,8 +2,9 @@
 //! namespace of the thread that opened it, wherever it is used later.
 
 use crate::{
+    cidr::Cidr,
     error::{Error, Result},
-    range::{Cidr, NodeTag},
+    range::NodeTag,
 };
 use futures::TryStreamExt;
 use rtnetlink::{

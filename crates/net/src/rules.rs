@@ -22,8 +22,9 @@
 //! built.
 
 use crate::{
+    cidr::Cidr,
     error::{Error, Result},
-    range::{Cidr, LINK_PREFIX, NodeTag, Range},
+    range::{LINK_PREFIX, NodeTag, Range},
 };
 use keiki_protocol::net::{GATEWAY, GUEST, GUEST_MAC, TAP};
 use std::{

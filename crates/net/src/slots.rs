@@ -1,11 +1,12 @@
 //! The pool: slots are built ahead, taken, adopted and given back.
 
 use crate::{
+    cidr::Cidr,
     dns::{Server, Upstream},
     error::{Error, Result},
     host,
     netlink::Net,
-    range::{Cidr, NodeTag, Range},
+    range::{NodeTag, Range},
     rules::EgressPolicy,
     slot::{Origin, Plan},
 };

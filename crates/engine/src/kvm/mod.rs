@@ -23,7 +23,7 @@ mod backend;
 mod boot;
 mod chain;
 mod control;
-mod fds;
+pub(crate) mod fds;
 mod freeze;
 mod frozen;
 mod host;
@@ -35,7 +35,6 @@ mod running;
 mod stored;
 mod working_set;
 
-pub(crate) use fds::VmFds;
 pub use host::KvmConfig;
 pub use probe::is_native;
 #[cfg(test)]
@@ -47,6 +46,7 @@ use crate::{
     users::chmod_private,
 };
 use async_trait::async_trait;
+use fds::VmFds;
 use frozen::KvmFrozen;
 use host::{Host, made};
 use keiki_types::{EngineKind, Shape, Sharing};

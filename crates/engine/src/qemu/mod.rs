@@ -38,12 +38,11 @@ mod qmp;
 mod ram;
 mod ram_copy;
 mod running;
-mod waiting;
+pub(crate) mod waiting;
 
 pub use host::QemuConfig;
 #[cfg(test)]
 pub(crate) use running::QemuPart;
-pub(crate) use waiting::WaitingVm;
 
 use crate::{
     BootSpec, Capabilities, Engine, Frozen, Image, Machine, PreparedVm, Result, VmPaths, cgroup,
