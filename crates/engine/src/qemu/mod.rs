@@ -60,6 +60,7 @@ use keiki_sys::error_chain;
 use keiki_types::{EngineKind, Shape, Sharing};
 use running::QemuBackend;
 use std::{path::Path, sync::Arc};
+use waiting::WaitingVm;
 
 /// The engine.
 pub struct Qemu {
