@@ -60,7 +60,7 @@ pub trait Host: Send + Sync {
     fn authorize(&self, key: Option<&str>) -> Result<()>;
 
     /// Names and passes of previews.
-    fn previews(&self) -> Previews;
+    fn previews(&self) -> &Previews;
 
     /// The secret of [`Once`].
     fn request_key(&self) -> Secret;
@@ -262,7 +262,6 @@ pub trait Ports: Send + Sync {
 }
 
 /// RFC 3339 in UTC, to the millisecond.
-#[must_use]
 pub fn rfc3339(at: OffsetDateTime) -> String {
     let at = at.replace_nanosecond(at.nanosecond() / 1_000_000 * 1_000_000).unwrap_or(at);
     at.format(&Rfc3339).unwrap_or_default()

@@ -8,13 +8,14 @@ pub type Secret = [u8; 32];
 /// A request with a name (`Idempotency-Key`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Once {
-    key: String,
-    request: String,
+    /// Digest of the caller and the name.
+    pub key: String,
+    /// Digest of the route and the contents.
+    pub request: String,
 }
 
 impl Once {
     /// The request to `route` with these contents, which `caller` named `name`. Callers do not share names.
-    #[must_use]
     pub fn new(secret: &Secret, caller: &str, name: &str, route: &str, contents: &impl Serialize) -> Self {
         // Contents are plain data, which always serialises; the route alone would still tell requests apart.
         let contents = serde_json::to_vec(contents).unwrap_or_default();
@@ -22,18 +23,6 @@ impl Once {
             key: digest(secret, &[caller.as_bytes(), name.as_bytes()]),
             request: digest(secret, &[route.as_bytes(), &contents]),
         }
-    }
-
-    /// Digest of the caller and the name.
-    #[must_use]
-    pub fn key(&self) -> &str {
-        &self.key
-    }
-
-    /// Digest of the route and the contents.
-    #[must_use]
-    pub fn request(&self) -> &str {
-        &self.request
     }
 }
 
@@ -64,11 +53,11 @@ mod tests {
             (new("a", "bc", "/v1/sandboxes", &1), false, true),
             (new("ab", "d", "/v1/sandboxes", &1), false, true),
         ] {
-            let same = (other.key() == once.key(), other.request() == once.request());
+            let same = (other.key == once.key, other.request == once.request);
             assert_eq!(same, (same_key, same_request), "{other:?}");
         }
         // Of another node nothing fits.
         let other = Once::new(&[2; 32], "ab", "c", "/v1/sandboxes", &1);
-        assert!(other.key() != once.key() && other.request() != once.request());
+        assert!(other.key != once.key && other.request != once.request);
     }
 }

@@ -6,24 +6,17 @@
 
 use crate::{Error, Result, Secret};
 use keiki_types::SandboxId;
-use std::{
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// A host name has at most 253 characters; before the suffix come `65535-`, an id and a dot.
 const LONGEST_SUFFIX: usize = 253 - 6 - 36 - 1;
 
-/// The previews of a node. Cheap to clone.
-#[derive(Clone)]
+/// The previews of a node.
 pub struct Previews {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
     suffix: String,
     secret: Secret,
-    open: bool,
+    /// This node asks for no key.
+    pub is_open: bool,
 }
 
 /// A port of a sandbox.
@@ -36,32 +29,20 @@ pub struct Target {
 }
 
 impl Previews {
-    /// Previews in the domain `suffix`. `open`: this node asks for no key.
-    ///
-    /// # Errors
-    /// If the suffix is not a domain name.
-    pub fn new(secret: Secret, suffix: &str, open: bool) -> Result<Self> {
-        let suffix = checked(suffix)?;
-        Ok(Self { inner: Arc::new(Inner { suffix, secret, open }) })
-    }
-
-    /// Does this node ask for no key?
-    #[must_use]
-    pub fn is_open(&self) -> bool {
-        self.inner.open
+    /// Previews in the domain `suffix`.
+    pub fn new(secret: Secret, suffix: &str, is_open: bool) -> Result<Self> {
+        Ok(Self { suffix: checked(suffix)?, secret, is_open })
     }
 
     /// The host name of a preview.
-    #[must_use]
     pub fn host(&self, target: Target) -> String {
-        format!("{}-{}.{}", target.port, target.id, self.inner.suffix)
+        format!("{}-{}.{}", target.port, target.id, self.suffix)
     }
 
     /// The preview of a host name `PORT-ID.SUFFIX`; None for any other.
-    #[must_use]
     pub fn named(&self, host: &str) -> Option<Target> {
         let host = host.to_ascii_lowercase();
-        let label = host.strip_suffix(&self.inner.suffix)?.strip_suffix('.')?;
+        let label = host.strip_suffix(&self.suffix)?.strip_suffix('.')?;
         let (port, id) = label.split_once('-')?;
         // One spelling only: to a browser, another is another origin.
         let port = port.parse().ok().filter(|number: &u16| *number > 0 && number.to_string() == port)?;
@@ -70,14 +51,12 @@ impl Previews {
     }
 
     /// A pass for a preview.
-    #[must_use]
     pub fn pass(&self, target: Target, until: SystemTime) -> String {
         let until = until.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         format!("{until}.{}", self.seal(target, until).to_hex())
     }
 
     /// How long a pass is still valid for this preview; None if it is not.
-    #[must_use]
     pub fn admits(&self, target: Target, pass: &str) -> Option<Duration> {
         let (until, seal) = pass.split_once('.')?;
         let until = until.parse().ok()?;
@@ -90,7 +69,7 @@ impl Previews {
 
     fn seal(&self, target: Target, until: u64) -> blake3::Hash {
         let what = format!("keiki preview {} {} {until}", target.id, target.port);
-        blake3::keyed_hash(&self.inner.secret, what.as_bytes())
+        blake3::keyed_hash(&self.secret, what.as_bytes())
     }
 }
 

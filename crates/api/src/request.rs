@@ -108,22 +108,11 @@ pub fn create(request: &CreateSandbox) -> Result<(u64, BTreeMap<String, String>)
     Ok((ttl(request.ttl_seconds, DEFAULT_TTL)?, metadata(request.metadata.clone().unwrap_or_default())?))
 }
 
-/// What to run.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Command {
-    /// A line for the shell.
-    Shell(String),
-    /// Program and arguments.
-    Argv(Vec<String>),
-}
-
 /// The command of an exec: exactly one of `cmd` and `argv`.
-pub fn command(request: &ExecRequest) -> Result<Command> {
-    let command = match (&request.cmd, &request.argv) {
-        (Some(cmd), None) if !cmd.is_empty() => Command::Shell(cmd.clone()),
-        (None, Some(argv)) if argv.first().is_some_and(|program| !program.is_empty()) => {
-            Command::Argv(argv.clone())
-        }
+pub fn check_command(request: &ExecRequest) -> Result<()> {
+    match (&request.cmd, &request.argv) {
+        (Some(cmd), None) if !cmd.is_empty() => {}
+        (None, Some(argv)) if argv.first().is_some_and(|program| !program.is_empty()) => {}
         (Some(_), Some(_)) => return Err(Error::Invalid("give cmd or argv, not both".into())),
         (Some(_), None) => return Err(Error::Invalid("cmd must not be empty".into())),
         (None, Some(_)) => return Err(Error::Invalid("argv must name a program".into())),
@@ -132,11 +121,9 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
                 "cmd (a shell line) or argv (program and arguments) is required".into(),
             ));
         }
-    };
-    let longest = match &command {
-        Command::Shell(line) => line.len(),
-        Command::Argv(argv) => argv.iter().map(String::len).max().unwrap_or(0),
-    };
+    }
+    let words = request.cmd.iter().chain(request.argv.iter().flatten());
+    let longest = words.map(String::len).max().unwrap_or(0);
     if longest > LONGEST_ARGUMENT {
         return Err(Error::TooLarge(format!(
             "cmd and each of argv must have at most {LONGEST_ARGUMENT} bytes, not {longest}: write a file and run it"
@@ -157,7 +144,7 @@ pub fn command(request: &ExecRequest) -> Result<Command> {
             return Err(Error::Invalid(format!("env: {name:?} is not a valid environment variable")));
         }
     }
-    Ok(command)
+    Ok(())
 }
 
 /// The input of a command; None if it has none.
@@ -171,6 +158,14 @@ pub fn stdin(request: &ExecRequest) -> Result<Option<Bytes>> {
         },
         (None, None) => Ok(None),
     }
+}
+
+/// Permission bits from octal text.
+pub fn mode(text: &str) -> Result<u32> {
+    let digits = (1..=5).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_digit());
+    u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777).ok_or_else(|| {
+        Error::Invalid(format!("mode must be octal permission bits such as 0755, not {text:?}"))
+    })
 }
 
 /// The size of a terminal.
@@ -226,7 +221,7 @@ pub fn timeout_ms(seconds: Option<f64>) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::{
-        Command, LONGEST_ARGUMENT, MAX_TTL, command, fork_count, metadata, shape, signal, stdin, terminal,
+        LONGEST_ARGUMENT, MAX_TTL, check_command, fork_count, metadata, mode, shape, signal, stdin, terminal,
         timeout_ms, ttl,
     };
     use crate::Error;
@@ -276,7 +271,7 @@ mod tests {
     fn what_could_not_be_run_is_refused_by_its_field() {
         let of = |json: &str| {
             let request: ExecRequest = serde_json::from_str(json).unwrap_or_default();
-            let checked = command(&request).and_then(|_| stdin(&request));
+            let checked = check_command(&request).and_then(|_| stdin(&request));
             let checked = checked.and_then(|_| timeout_ms(request.timeout_seconds));
             checked.err().map(|error| error.to_string()).unwrap_or_default()
         };
@@ -308,8 +303,8 @@ mod tests {
         ] {
             assert!(of(bad).contains(named), "{bad}: {}", of(bad));
         }
-        let long = |len| command(&ExecRequest { cmd: Some("x".repeat(len)), ..ExecRequest::default() });
-        assert_eq!(long(LONGEST_ARGUMENT).ok(), Some(Command::Shell("x".repeat(LONGEST_ARGUMENT))));
+        let long = |len| check_command(&ExecRequest { cmd: Some("x".repeat(len)), ..ExecRequest::default() });
+        assert!(long(LONGEST_ARGUMENT).is_ok());
         assert!(matches!(long(LONGEST_ARGUMENT + 1), Err(Error::TooLarge(_))));
     }
 
@@ -328,6 +323,16 @@ mod tests {
         }
         for bad in ["0", "65", "-1", r#""""#, r#""SIG""#, r#""TERMINATE""#, r#""15x""#] {
             assert_eq!(of(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn modes_are_mode() {
+        assert_eq!(mode("0755").ok(), Some(0o755));
+        assert_eq!(mode("7").ok(), Some(7));
+        assert_eq!(mode("04755").ok(), Some(0o4755));
+        for bad in ["", "8", "-1", "+7", "0o755", "17777", "777777", "rwx"] {
+            assert!(mode(bad).unwrap_err().to_string().starts_with("mode must be octal"), "{bad}");
         }
     }
 

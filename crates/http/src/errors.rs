@@ -49,6 +49,11 @@ pub(super) fn sentence(error: &Error) -> String {
     error.to_string()
 }
 
+/// An error as a message of a stream.
+pub(super) fn body(error: &Error) -> ErrorBody {
+    ErrorBody { error: sentence(error), console: None }
+}
+
 /// What a handler answers.
 pub(super) type Answer<T> = Result<T, Failure>;
 

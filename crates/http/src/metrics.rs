@@ -4,7 +4,7 @@
 
 use keiki_api::HISTOGRAM_BOUNDS;
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text},
+    encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Registry, Unit},
 };
@@ -13,24 +13,14 @@ use std::{sync::Arc, time::Duration};
 /// Methods that are counted by name; all others count as one.
 const METHODS: [&str; 7] = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"];
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfRequest {
-    method: String,
-    route: String,
-    status: String,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfRoute {
-    route: String,
-}
+type Labels<const N: usize> = [(&'static str, String); N];
 
 /// Requests and connections. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
-    requests: Family<OfRequest, Counter>,
-    request_times: Family<OfRoute, Histogram, fn() -> Histogram>,
+    requests: Family<Labels<3>, Counter>,
+    request_times: Family<Labels<1>, Histogram, fn() -> Histogram>,
     connections: Gauge,
     refused_connections: Counter,
 }
@@ -69,10 +59,10 @@ impl Metrics {
     pub(crate) fn request(&self, method: &str, route: &str, status: u16, from_guest: bool, took: Duration) {
         let method = if METHODS.contains(&method) { method } else { "other" };
         let status = status_label(status, from_guest);
-        let of = OfRequest { method: method.into(), route: route.into(), status };
-        self.requests.get_or_create(&of).inc();
-        let of = OfRoute { route: route.into() };
-        self.request_times.get_or_create(&of).observe(took.as_secs_f64());
+        let route = ("route", route.to_owned());
+        let request = [("method", method.to_owned()), route.clone(), ("status", status)];
+        self.requests.get_or_create(&request).inc();
+        self.request_times.get_or_create(&[route]).observe(took.as_secs_f64());
     }
 
     /// A connection was opened (1) or has ended (-1).

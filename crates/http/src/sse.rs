@@ -17,6 +17,8 @@ use std::{convert::Infallible, fmt::Write, time::Duration};
 
 /// A silent stream sends a comment this often, so that proxies keep it open and a client that is gone is noticed.
 const PING_EVERY: Duration = Duration::from_secs(10);
+/// A client that lost its stream sends the id of the last event it saw.
+pub(super) const LAST_EVENT_ID: &str = "last-event-id";
 /// The type of the answer.
 const MEDIA_TYPE: &str = "text/event-stream; charset=utf-8";
 
@@ -59,7 +61,7 @@ pub(super) fn numbered(id: Option<String>, name: &str, payload: &impl Serialize)
 
 /// `event: error`.
 pub(super) fn error(error: &Error) -> Event {
-    event("error", &keiki_types::api::ErrorBody { error: super::errors::sentence(error), console: None })
+    event("error", &crate::errors::body(error))
 }
 
 /// JSON in ASCII: other characters are written as `\uXXXX`, outside the first plane as a pair.

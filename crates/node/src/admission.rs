@@ -89,7 +89,6 @@ impl DiskRoom {
     }
 
     /// Bytes that are promised.
-    #[must_use]
     pub fn reserved(&self) -> u64 {
         self.reserved.load(Ordering::Acquire)
     }
@@ -97,13 +96,11 @@ impl DiskRoom {
 
 impl Admission {
     /// At most this much.
-    #[must_use]
     pub fn new(limit_mib: u64) -> Self {
         Self { limit_mib, used_mib: Arc::default() }
     }
 
     /// Nine tenths of the host's RAM.
-    #[must_use]
     pub fn of_host() -> Self {
         Self::new((keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20) / 10 * 9)
     }
@@ -140,13 +137,11 @@ impl Admission {
     }
 
     /// Bytes that machines may use together.
-    #[must_use]
     pub fn limit_bytes(&self) -> u64 {
         self.limit_mib << 20
     }
 
     /// Bytes promised to them.
-    #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.used_mib.load(Ordering::Acquire) << 20
     }

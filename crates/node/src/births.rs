@@ -306,7 +306,7 @@ impl Birth<Reserved> {
             Some(prepared) => prepared,
             None => fleet.prepare(record.id, image).await?,
         };
-        record.slot = Some(prepared.slot_index());
+        record.slot = Some(prepared.slot.index());
         Ok(Birth { sandbox, record, stage: Ready { ticket, prepared } })
     }
 }

@@ -19,13 +19,12 @@ use crate::{
     records::SandboxRecord,
     sandbox::{Live, Sandbox},
     sandboxes::Sandboxes,
-    sources::Sources,
     store::Store,
     templates::Templates,
 };
 use keiki_api::{Previews, Secret};
 use keiki_types::api;
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 use tokio_util::task::TaskTracker;
 
 /// The daemon, without HTTP. Cheap to clone.
@@ -42,8 +41,10 @@ pub(crate) struct Inner {
     pub journal: Journal,
     pub sandboxes: Sandboxes,
     pub templates: Templates,
-    /// What machines are being thawed from.
-    pub sources: Sources,
+    /// Directories that machines are thawed from: one that is being read is not removed. Removing a
+    /// snapshot or a template version first removes its name, so that no new user finds it, then
+    /// claims the directory. A running machine no longer needs it: it has hard links.
+    pub sources: Locks<PathBuf>,
     pub previews: Previews,
     pub measured: Measured,
     pub engine_version: String,

@@ -13,13 +13,16 @@
 //!
 //! Bounded per sandbox and in total; the oldest events are removed first.
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    records::open_database,
+};
 use futures::{Stream, stream};
 use keiki_types::{
     SandboxId,
     api::{Event, EventKind},
 };
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rusqlite::{Connection, params};
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -44,13 +47,8 @@ const SKIPPED: u64 = PENDING as u64;
 /// Characters of a reason.
 const REASON: usize = 2000;
 
-/// The log of events. Cheap to clone.
-#[derive(Clone)]
+/// The log of events.
 pub struct Events {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
     queue: Mutex<Queue>,
     database: Mutex<Connection>,
     wanted: Notify,
@@ -63,7 +61,6 @@ struct Queue {
 }
 
 /// An event to be: what and whose; the log adds number and time.
-#[must_use]
 pub fn event(sandbox_id: SandboxId, kind: EventKind) -> Event {
     Event {
         seq: 0,
@@ -79,22 +76,14 @@ pub fn event(sandbox_id: SandboxId, kind: EventKind) -> Event {
 }
 
 impl Events {
-    /// Opens or makes the file.
-    ///
-    /// # Errors
-    /// If it cannot be opened or was written by a newer version.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn open(path: &Path) -> Result<Arc<Self>> {
         let open = || -> anyhow::Result<(Connection, u64)> {
-            let database = Connection::open(path)?;
-            database.pragma_update(None, "journal_mode", "WAL")?;
             // A commit waits for no disk: see above.
-            database.pragma_update(None, "synchronous", "NORMAL")?;
-            let version: i64 = database.pragma_query_value(None, "user_version", |row| row.get(0))?;
-            anyhow::ensure!(version <= 1, "it was written by a newer version of keiki (schema {version})");
-            database.execute_batch(
+            let database = open_database(
+                path,
+                "NORMAL",
                 "CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, sandbox TEXT NOT NULL, doc TEXT NOT NULL);
-                 CREATE INDEX IF NOT EXISTS of_sandbox ON events (sandbox, seq);
-                 PRAGMA user_version = 1;",
+                 CREATE INDEX IF NOT EXISTS of_sandbox ON events (sandbox, seq);",
             )?;
             let last: i64 =
                 database.query_row("SELECT coalesce(max(seq), 0) FROM events", [], |row| row.get(0))?;
@@ -104,28 +93,26 @@ impl Events {
             Error::internal(format!("cannot open the events in {}", path.display()), cause)
         })?;
         let next = if last == 0 { 1 } else { last + SKIPPED };
-        Ok(Self {
-            inner: Arc::new(Inner {
-                queue: Mutex::new(Queue { next, pending: VecDeque::new() }),
-                database: Mutex::new(database),
-                wanted: Notify::new(),
-                live: broadcast::Sender::new(BEHIND),
-            }),
-        })
+        Ok(Arc::new(Self {
+            queue: Mutex::new(Queue { next, pending: VecDeque::new() }),
+            database: Mutex::new(database),
+            wanted: Notify::new(),
+            live: broadcast::Sender::new(BEHIND),
+        }))
     }
 
     /// Writes what is emitted, as long as it is polled.
-    pub async fn keep_writing(self) {
+    pub async fn keep_writing(self: Arc<Self>) {
         loop {
-            self.inner.wanted.notified().await;
+            self.wanted.notified().await;
             self.flush().await;
         }
     }
 
     /// Writes what is pending. A failure is logged: no verb fails for its event.
-    pub async fn flush(&self) {
-        let inner = Arc::clone(&self.inner);
-        let written = tokio::task::spawn_blocking(move || inner.write(&mut inner.database()));
+    pub async fn flush(self: &Arc<Self>) {
+        let events = Arc::clone(self);
+        let written = tokio::task::spawn_blocking(move || events.write(&mut events.database.lock()));
         if let Ok(Err(error)) = written.await {
             tracing::error!(error = &*error, "cannot write events; the next event retries");
         }
@@ -140,7 +127,7 @@ impl Events {
             reason.truncate(end);
         }
         {
-            let mut queue = self.inner.queue();
+            let mut queue = self.queue.lock();
             event.seq = queue.next;
             queue.next += 1;
             if queue.pending.len() >= PENDING {
@@ -148,21 +135,23 @@ impl Events {
             }
             queue.pending.push_back(event.clone());
             // Sent in the order of their numbers. Having no listener is not an error.
-            let _ = self.inner.live.send(event);
+            let _ = self.live.send(event);
         }
-        self.inner.wanted.notify_one();
+        self.wanted.notify_one();
     }
 
     /// Events after `since`, oldest first, at most `limit`; of one sandbox or of all. Without
     /// `since`: the last ones.
-    ///
-    /// # Errors
-    /// If the file cannot be read.
-    pub async fn list(&self, of: Option<SandboxId>, since: Option<u64>, limit: usize) -> Result<Vec<Event>> {
-        let inner = Arc::clone(&self.inner);
+    pub async fn list(
+        self: &Arc<Self>,
+        of: Option<SandboxId>,
+        since: Option<u64>,
+        limit: usize,
+    ) -> Result<Vec<Event>> {
+        let events = Arc::clone(self);
         let read = tokio::task::spawn_blocking(move || {
-            let mut database = inner.database();
-            inner.write(&mut database)?;
+            let mut database = events.database.lock();
+            events.write(&mut database)?;
             read(&database, of, since, limit)
         });
         let read = read.await.map_err(|cause| Error::internal("reading events was interrupted", cause))?;
@@ -172,23 +161,55 @@ impl Events {
     /// Events after `since` and then those that come, without an end and without a gap. Ends only
     /// if the file cannot be read.
     pub fn follow(
-        &self,
+        self: &Arc<Self>,
         of: Option<SandboxId>,
         since: Option<u64>,
     ) -> impl Stream<Item = Event> + Send + use<> {
         // Listens first and reads then: what happens between is in both, and taken once.
-        let heard = self.inner.live.subscribe();
-        let begin =
-            Follower { events: self.clone(), of, last: since, heard, behind: true, ready: VecDeque::new() };
+        let heard = self.live.subscribe();
+        let (events, ready) = (Arc::clone(self), VecDeque::new());
+        let begin = Follower { events, of, last: since, heard, behind: true, ready };
         stream::unfold(begin, |mut follower| async move {
             let event = follower.next().await?;
             Some((event, follower))
         })
     }
+
+    /// Writes what is pending; what cannot be written stays pending. Call with the file held, so
+    /// that the order of the file is that of the numbers.
+    fn write(&self, database: &mut Connection) -> anyhow::Result<()> {
+        let pending: Vec<Event> = self.queue.lock().pending.iter().cloned().collect();
+        let Some(last) = pending.last().map(|event| event.seq) else { return Ok(()) };
+        let transaction = database.transaction()?;
+        for event in &pending {
+            transaction.execute(
+                "INSERT OR REPLACE INTO events (seq, sandbox, doc) VALUES (?1, ?2, ?3)",
+                params![
+                    i64::try_from(event.seq)?,
+                    event.sandbox_id.to_string(),
+                    serde_json::to_string(event)?
+                ],
+            )?;
+        }
+        for id in pending.iter().map(|event| event.sandbox_id).collect::<BTreeSet<_>>() {
+            transaction.execute(
+                "DELETE FROM events WHERE sandbox = ?1 AND seq <=
+                    (SELECT seq FROM events WHERE sandbox = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+                params![id.to_string(), KEPT_OF_ONE],
+            )?;
+        }
+        transaction.execute(
+            "DELETE FROM events WHERE seq <= (SELECT seq FROM events ORDER BY seq DESC LIMIT 1 OFFSET ?1)",
+            params![KEPT],
+        )?;
+        transaction.commit()?;
+        self.queue.lock().pending.retain(|event| event.seq > last);
+        Ok(())
+    }
 }
 
 struct Follower {
-    events: Events,
+    events: Arc<Events>,
     of: Option<SandboxId>,
     last: Option<u64>,
     heard: broadcast::Receiver<Event>,
@@ -223,48 +244,6 @@ impl Follower {
                 Err(RecvError::Closed) => return None,
             }
         }
-    }
-}
-
-impl Inner {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock()
-    }
-
-    fn database(&self) -> MutexGuard<'_, Connection> {
-        self.database.lock()
-    }
-
-    /// Writes what is pending; what cannot be written stays pending. Call with the file held, so
-    /// that the order of the file is that of the numbers.
-    fn write(&self, database: &mut Connection) -> anyhow::Result<()> {
-        let pending: Vec<Event> = self.queue().pending.iter().cloned().collect();
-        let Some(last) = pending.last().map(|event| event.seq) else { return Ok(()) };
-        let transaction = database.transaction()?;
-        for event in &pending {
-            transaction.execute(
-                "INSERT OR REPLACE INTO events (seq, sandbox, doc) VALUES (?1, ?2, ?3)",
-                params![
-                    i64::try_from(event.seq)?,
-                    event.sandbox_id.to_string(),
-                    serde_json::to_string(event)?
-                ],
-            )?;
-        }
-        for id in pending.iter().map(|event| event.sandbox_id).collect::<BTreeSet<_>>() {
-            transaction.execute(
-                "DELETE FROM events WHERE sandbox = ?1 AND seq <=
-                    (SELECT seq FROM events WHERE sandbox = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
-                params![id.to_string(), KEPT_OF_ONE],
-            )?;
-        }
-        transaction.execute(
-            "DELETE FROM events WHERE seq <= (SELECT seq FROM events ORDER BY seq DESC LIMIT 1 OFFSET ?1)",
-            params![KEPT],
-        )?;
-        transaction.commit()?;
-        self.queue().pending.retain(|event| event.seq > last);
-        Ok(())
     }
 }
 

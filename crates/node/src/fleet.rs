@@ -38,18 +38,8 @@ pub(crate) struct Fleet {
 /// A VM that waits for a frozen machine, with its directories and its network.
 pub(crate) struct Prepared {
     pub id: SandboxId,
-    vm: PreparedVm,
-    slot: Slot,
-}
-
-impl Prepared {
-    pub fn is_alive(&self) -> bool {
-        self.vm.is_alive()
-    }
-
-    pub fn slot_index(&self) -> u16 {
-        self.slot.index()
-    }
+    pub vm: PreparedVm,
+    pub slot: Slot,
 }
 
 /// A running machine whose guest is not released yet.

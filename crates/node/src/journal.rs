@@ -9,10 +9,11 @@ use keiki_types::{
     SandboxId,
     api::{Event, EventKind, Timings},
 };
+use std::sync::Arc;
 
 pub struct Journal {
     pub records: Records,
-    pub events: Events,
+    pub events: Arc<Events>,
     pub metrics: Metrics,
 }
 

@@ -1,5 +1,6 @@
 //! Secrets of the node's own: each in a file that only it reads, made when it is first needed.
 
+use crate::error::{Error, Result};
 use anyhow::Context;
 use keiki_api::Secret;
 use rand::RngCore;
@@ -10,11 +11,13 @@ use std::{
     path::Path,
 };
 
-/// The secret in a file, which is made if it is not there.
-///
-/// # Errors
-/// If it can be neither read nor made, or is damaged.
-pub fn secret(path: &Path) -> anyhow::Result<Secret> {
+/// The secret in a file, which is made if it is missing.
+pub fn secret(path: &Path, purpose: &str) -> Result<Secret> {
+    read_or_create(path)
+        .map_err(|cause| Error::internal(format!("cannot read or create the key for {purpose}"), cause))
+}
+
+fn read_or_create(path: &Path) -> anyhow::Result<Secret> {
     match fs::read(path) {
         Ok(bytes) => bytes
             .try_into()
@@ -44,10 +47,10 @@ mod tests {
     fn a_secret_stays_the_same_and_only_its_owner_reads_it() -> anyhow::Result<()> {
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("preview.key");
-        let made = secret(&path)?;
+        let made = secret(&path, "tests")?;
         assert_eq!(std::fs::metadata(&path)?.permissions().mode() & 0o777, 0o600);
-        assert_eq!(secret(&path)?, made);
-        assert_ne!(secret(&dir.path().join("other.key"))?, made);
+        assert_eq!(secret(&path, "tests")?, made);
+        assert_ne!(secret(&dir.path().join("other.key"), "tests")?, made);
         Ok(())
     }
 }

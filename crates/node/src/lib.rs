@@ -26,7 +26,6 @@ mod records;
 mod recovery;
 mod sandbox;
 mod sandboxes;
-mod sources;
 mod stale;
 mod start;
 mod store;

@@ -46,7 +46,6 @@ pub enum Decision {
 }
 
 /// The rule.
-#[must_use]
 pub fn decide(status: Status, verb: Verb) -> Decision {
     use Decision::{Already, Go, Refuse, WakeFirst};
     match (status, verb) {
@@ -81,7 +80,6 @@ pub enum Sweep {
 }
 
 /// The rule of the TTL. `idle_ms` counts from the last activity; work in flight is activity.
-#[must_use]
 pub fn sweep(status: Status, idle_ms: u64, ttl_seconds: u64, in_flight: usize, persistent: bool) -> Sweep {
     let over = in_flight == 0 && idle_ms >= ttl_seconds.saturating_mul(1000);
     match status {
@@ -118,7 +116,6 @@ pub enum Arrival {
 
 impl IdleTracker {
     /// Nothing in flight, active now.
-    #[must_use]
     pub fn new(now: Instant) -> Self {
         Self { in_flight: 0, last_activity: now, leaving: false }
     }
@@ -156,7 +153,6 @@ impl IdleTracker {
     }
 
     /// Since the last activity; zero while something is in flight.
-    #[must_use]
     pub fn idle(&self, now: Instant) -> Duration {
         if self.in_flight > 0 { Duration::ZERO } else { now.saturating_duration_since(self.last_activity) }
     }

@@ -6,7 +6,7 @@ use std::{
     hash::Hash,
     sync::{Arc, Weak},
 };
-use tokio::sync::RwLock;
+use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 
 /// Locks by name.
 pub(crate) struct Locks<K> {
@@ -20,8 +20,19 @@ impl<K> Default for Locks<K> {
 }
 
 impl<K: Hash + Eq> Locks<K> {
+    /// Keeps what has this name, together with others. Look whether it is still there after this,
+    /// not before.
+    pub async fn hold(&self, name: impl Into<K>) -> OwnedRwLockReadGuard<()> {
+        self.of(name.into()).read_owned().await
+    }
+
+    /// Waits until what has this name has no holder.
+    pub async fn claim(&self, name: impl Into<K>) -> OwnedRwLockWriteGuard<()> {
+        self.of(name.into()).write_owned().await
+    }
+
     /// The lock of this name: the same one for all who use it at a time.
-    pub fn of(&self, name: K) -> Arc<RwLock<()>> {
+    fn of(&self, name: K) -> Arc<RwLock<()>> {
         let mut locks = self.locks.lock();
         if let Some(lock) = locks.get(&name).and_then(Weak::upgrade) {
             return lock;
@@ -31,10 +42,31 @@ impl<K: Hash + Eq> Locks<K> {
         locks.insert(name, Arc::downgrade(&lock));
         lock
     }
+}
 
-    /// How many names are remembered.
-    #[cfg(test)]
-    pub fn len(&self) -> usize {
-        self.locks.lock().len()
+#[cfg(test)]
+mod tests {
+    use super::Locks;
+    use std::{
+        path::{Path, PathBuf},
+        time::Duration,
+    };
+    use tokio::time::timeout;
+
+    #[tokio::test]
+    async fn a_directory_is_claimed_when_nobody_holds_it() {
+        let (sources, dir, soon) = (Locks::<PathBuf>::default(), Path::new("/x"), Duration::from_millis(20));
+        let first = sources.hold(dir).await;
+        let second = sources.hold(dir).await;
+        drop(first);
+        assert!(timeout(soon, sources.claim(dir)).await.is_err(), "claimed while held");
+        assert!(timeout(soon, sources.claim(Path::new("/y"))).await.is_ok(), "another directory");
+        drop(second);
+        let claim = timeout(soon, sources.claim(dir)).await;
+        assert!(claim.is_ok());
+        assert!(timeout(soon, sources.hold(dir)).await.is_err(), "held while claimed");
+        drop(claim);
+        drop(sources.hold(Path::new("/z")).await);
+        assert_eq!(sources.locks.lock().len(), 1, "the unused are forgotten");
     }
 }

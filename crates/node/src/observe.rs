@@ -4,7 +4,7 @@ use crate::{
     daemon::Node,
     error::{Error, Result},
     events::MOST,
-    metrics::{Gauges, Process},
+    metrics::Gauges,
     records::SnapshotRecord,
 };
 use async_trait::async_trait;
@@ -33,8 +33,8 @@ impl Host for Node {
         if self.inner.trusts_all || is_known { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
-    fn previews(&self) -> Previews {
-        self.inner.previews.clone()
+    fn previews(&self) -> &Previews {
+        &self.inner.previews
     }
 
     fn request_key(&self) -> Secret {
@@ -49,27 +49,36 @@ impl Host for Node {
         let memory = inner.measured.of(machines).await;
         let (store_size, store_free) = inner.store.space()?;
         let (slots_used, slots_ready) = inner.fleet.network.used_and_ready();
-        let now = Gauges {
-            build: (env!("CARGO_PKG_VERSION").into(), inner.engine_version.clone()),
-            sandboxes: Status::ALL
-                .map(|state| (state, states.iter().filter(|now| **now == state).count()))
-                .into(),
-            prestarted: inner.templates.prestarted(),
-            memory_limit: inner.fleet.admission.limit_bytes(),
-            memory_admitted: inner.fleet.admission.used_bytes(),
-            memory_guest: memory.guest_bytes,
-            memory_resident: memory.rss_bytes,
-            memory_pss: memory.pss_bytes,
-            memory_private: memory.private_bytes,
-            memory_shared: memory.shared_bytes,
-            slots_used,
-            slots_ready,
-            store_size,
-            store_free,
-            store_reserved: inner.fleet.room.reserved(),
-            snapshots: inner.journal.records.count::<SnapshotRecord>().await?,
-            process: process(),
-        };
+        let snapshots = inner.journal.records.count::<SnapshotRecord>().await?;
+        let Version { version, engine } = self.version();
+        let mut now = Gauges::default();
+        let of_state = |state: Status| states.iter().filter(|now| **now == state).count() as u64;
+        let by_state = Status::ALL.map(|state| ([("state", state.as_str().into())], of_state(state)));
+        now.numbers("keiki_sandboxes", "Sandboxes by state", by_state);
+        let by_template = inner.templates.prestarted().into_iter();
+        let by_template = by_template.map(|(name, count)| ([("template", name)], count as u64));
+        now.numbers("keiki_prestarted_machines", "VMs prepared ahead of creates", by_template);
+        let build = [([("version", version), ("engine", engine)], 1)];
+        now.numbers("keiki_build_info", "Version and engine of the node; always 1", build);
+        let admission = &inner.fleet.admission;
+        for (name, help, value) in [
+            ("memory_limit", "RAM available to all machines together", admission.limit_bytes()),
+            ("memory_admitted", "RAM reserved for machines, each at its worst case", admission.used_bytes()),
+            ("memory_guest", "RAM that guests believe they have", memory.guest_bytes),
+            ("memory_resident", "Resident sets of all monitors", memory.rss_bytes),
+            ("memory_pss", "Proportional set sizes of all monitors", memory.pss_bytes),
+            ("memory_private", "Guest pages that only one machine has", memory.private_bytes),
+            ("memory_shared", "Guest pages that are shared", memory.shared_bytes),
+            ("store_size", "Size of the store's file system", store_size),
+            ("store_free", "Store bytes free for new data", store_free),
+            ("store_reserved", "Store bytes reserved for running operations", inner.fleet.room.reserved()),
+        ] {
+            now.bytes(&format!("keiki_{name}"), help, value);
+        }
+        now.number("keiki_slots_used", "Network slots of machines and prepared VMs", slots_used as u64);
+        now.number("keiki_slots_ready", "Network slots built ahead", slots_ready as u64);
+        now.number("keiki_snapshots", "Snapshots", snapshots as u64);
+        of_daemon(&mut now);
         Ok(inner.journal.metrics.text(&now))
     }
 
@@ -120,21 +129,22 @@ fn ending_with_its_sandbox(
 }
 
 /// The daemon itself. What cannot be read is 0.
-fn process() -> Process {
+fn of_daemon(now: &mut Gauges) {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         line.split_ascii_whitespace().next()?.parse::<u64>().ok()
     };
-    Process {
-        memory: field("VmRSS:").unwrap_or(0) << 10,
-        heap: keiki_sys::heap::heap(),
-        cpu: keiki_sys::process::cpu_time(std::process::id())
-            .ok()
-            .flatten()
-            .unwrap_or_default()
-            .as_secs_f64(),
-        fds: fs::read_dir("/proc/self/fd").map(Iterator::count).unwrap_or(0),
-        threads: field("Threads:").unwrap_or(0),
-    }
+    let heap = keiki_sys::heap::heap();
+    now.bytes("keiki_heap_used", "Heap of the node in use", heap.used);
+    now.bytes("keiki_heap_kept", "Heap of the node freed and kept for reuse", heap.kept);
+    // Names that every Prometheus client gives to its own process.
+    let resident = field("VmRSS:").unwrap_or(0) << 10;
+    now.number("process_resident_memory_bytes", "Resident memory of the node", resident);
+    let cpu = keiki_sys::process::cpu_time(std::process::id()).ok().flatten().unwrap_or_default();
+    let cpu = cpu.as_secs_f64();
+    now.counted_seconds("process_cpu_seconds", "CPU time of the node since it started", cpu);
+    let fds = fs::read_dir("/proc/self/fd").map(Iterator::count).unwrap_or(0);
+    now.number("process_open_fds", "Open descriptors of the node", fds as u64);
+    now.number("process_threads", "Threads of the node", field("Threads:").unwrap_or(0));
 }

@@ -12,10 +12,6 @@ use crate::{
     records::RequestRecord,
 };
 pub use keiki_api::Once;
-use tokio::sync::OwnedRwLockWriteGuard;
-
-/// Held by a named request: others of its name wait.
-type Permit = Option<OwnedRwLockWriteGuard<()>>;
 
 impl Inner {
     /// Carries out a verb, unless a request of this name did it before: then the answer is `again`
@@ -26,33 +22,21 @@ impl Inner {
         verb: impl Future<Output = Result<T>>,
         again: impl AsyncFnOnce(Vec<String>) -> Result<T>,
     ) -> Result<T> {
-        let (_permit, made) = self.permit(once).await?;
-        match made {
-            Some(made) => again(made).await,
+        let Some(once) = once else { return verb.await };
+        // Others of its name wait.
+        let _permit = self.requests.claim(&once.key).await;
+        match self.journal.records.request(&once.key).await? {
             None => verb.await,
+            Some(record) if record.asked == once.request => again(record.made).await,
+            Some(_) => Err(Error::KeyTaken(
+                "this Idempotency-Key was used for another request: send a new key with a new request".into(),
+            )),
         }
-    }
-
-    /// Waits for others of its name; then tells what the first of them made, if it was carried out.
-    async fn permit(&self, once: Option<&Once>) -> Result<(Permit, Option<Vec<String>>)> {
-        let Some(once) = once else { return Ok((None, None)) };
-        let permit = self.requests.of(once.key().into()).write_owned().await;
-        let made = match self.journal.records.request(once.key()).await? {
-            None => None,
-            Some(record) if record.asked == once.request() => Some(record.made),
-            Some(_) => {
-                return Err(Error::KeyTaken(
-                    "this Idempotency-Key was used for another request: send a new key with a new request"
-                        .into(),
-                ));
-            }
-        };
-        Ok((Some(permit), made))
     }
 }
 
 /// The record of a request, with what it made.
 pub fn record(once: &Once, made: impl IntoIterator<Item: ToString>) -> RequestRecord {
     let made = made.into_iter().map(|id| id.to_string()).collect();
-    RequestRecord { key: once.key().into(), asked: once.request().into(), made }
+    RequestRecord { key: once.key.clone(), asked: once.request.clone(), made }
 }

@@ -29,20 +29,14 @@ const REQUESTS_KEPT: i64 = 10_000;
 /// A sandbox as recorded.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SandboxRecord {
-    /// Id.
     pub id: SandboxId,
     /// Template of the lineage.
     pub template: String,
-    /// Its version.
     pub template_version: String,
-    /// Shape.
     pub shape: Shape,
-    /// State.
     pub status: Status,
-    /// When it was made.
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
-    /// Labels.
     pub metadata: BTreeMap<String, String>,
     /// Restored from.
     pub from_snapshot: Option<SnapshotId>,
@@ -64,7 +58,6 @@ pub struct SandboxRecord {
     pub engine: EngineKind,
     /// Its network slot, while it has a machine.
     pub slot: Option<u16>,
-    /// Steps that made it.
     pub timings: Option<Timings>,
     /// Why it failed.
     pub error: Option<String>,
@@ -79,17 +72,13 @@ pub struct SandboxRecord {
 /// A snapshot as recorded.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SnapshotRecord {
-    /// Id.
     pub id: SnapshotId,
     /// Of which sandbox.
     pub sandbox_id: SandboxId,
     /// Template of the lineage.
     pub template: String,
-    /// Its version.
     pub template_version: String,
-    /// Shape.
     pub shape: Shape,
-    /// When.
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
     /// Bytes in its files.
@@ -112,13 +101,11 @@ pub struct SnapshotRecord {
 
 impl SnapshotRecord {
     /// How long ago it was taken, by this host's clock.
-    #[must_use]
     pub fn age(&self) -> Duration {
         (OffsetDateTime::now_utc() - self.created_at).try_into().unwrap_or_default()
     }
 
     /// As the API shows it.
-    #[must_use]
     pub fn view(&self, stale: Vec<Stale>) -> api::Snapshot {
         api::Snapshot {
             id: self.id,
@@ -142,13 +129,10 @@ impl SnapshotRecord {
 /// A baked template as recorded.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TemplateRecord {
-    /// Name.
     pub name: String,
     /// Content digest; also the name of its directory.
     pub version: String,
-    /// Shape.
     pub shape: Shape,
-    /// When it was baked.
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
     /// Bytes in its files.
@@ -192,9 +176,7 @@ struct Inner {
 
 /// Something with a table.
 pub trait Row: Serialize + DeserializeOwned + Send + 'static {
-    /// Its table.
     const TABLE: &'static str;
-    /// Its key.
     fn key(&self) -> String;
 }
 
@@ -220,25 +202,17 @@ impl Row for TemplateRecord {
 }
 
 impl Records {
-    /// Opens or makes the file.
-    ///
-    /// # Errors
-    /// If it cannot be opened, is damaged, or was written by a newer version.
     pub fn open(path: &Path) -> Result<Self> {
         let open = || -> anyhow::Result<Inner> {
-            let connection = Connection::open(path)?;
-            connection.pragma_update(None, "journal_mode", "WAL")?;
-            connection.pragma_update(None, "synchronous", "FULL")?;
-            let version: i64 = connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
-            anyhow::ensure!(version <= 1, "it was written by a newer version of keiki (schema {version})");
-            connection.execute_batch(
+            let connection = open_database(
+                path,
+                "FULL",
                 "CREATE TABLE IF NOT EXISTS sandboxes (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS snapshots (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS templates (key TEXT PRIMARY KEY, doc TEXT NOT NULL);
                  CREATE TABLE IF NOT EXISTS requests
                      (seq INTEGER PRIMARY KEY, key TEXT UNIQUE NOT NULL, at INTEGER NOT NULL, doc TEXT NOT NULL);
-                 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-                 PRAGMA user_version = 1;",
+                 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);",
             )?;
             let used: Option<i64> = connection
                 .query_row("SELECT value FROM counters WHERE name = 'generation'", [], |row| row.get(0))
@@ -253,26 +227,17 @@ impl Records {
     }
 
     /// Writes records, all or none.
-    ///
-    /// # Errors
-    /// If the database cannot be written.
     pub async fn put<R: Row>(&self, rows: Vec<R>) -> Result<()> {
         self.put_made(rows, None).await
     }
 
     /// Writes records, and the named request that made them, all or none. Old requests are
     /// forgotten.
-    ///
-    /// # Errors
-    /// If the database cannot be written.
     pub async fn put_made<R: Row>(&self, rows: Vec<R>, request: Option<RequestRecord>) -> Result<()> {
         self.put_all(rows, Vec::<R>::new(), request).await
     }
 
     /// As [`Records::put_made`], with rows of two kinds.
-    ///
-    /// # Errors
-    /// If the database cannot be written.
     pub async fn put_all<R: Row, S: Row>(
         &self,
         rows: Vec<R>,
@@ -294,9 +259,6 @@ impl Records {
     }
 
     /// Removes records, all or none. A missing record is not an error.
-    ///
-    /// # Errors
-    /// If the database cannot be written.
     pub async fn remove<R: Row>(&self, keys: Vec<String>) -> Result<()> {
         self.run(move |inner| {
             let transaction = inner.connection.transaction()?;
@@ -311,9 +273,6 @@ impl Records {
     }
 
     /// All records of a kind, in the order of their keys.
-    ///
-    /// # Errors
-    /// If the database cannot be read.
     pub async fn all<R: Row>(&self) -> Result<Vec<R>> {
         self.run(move |inner| {
             let mut statement =
@@ -325,9 +284,6 @@ impl Records {
     }
 
     /// How many records of a kind there are.
-    ///
-    /// # Errors
-    /// If the database cannot be read.
     pub async fn count<R: Row>(&self) -> Result<usize> {
         self.run(|inner| {
             let sql = format!("SELECT count(*) FROM {}", R::TABLE);
@@ -337,42 +293,27 @@ impl Records {
     }
 
     /// One record.
-    ///
-    /// # Errors
-    /// If the database cannot be read.
     pub async fn get<R: Row>(&self, key: &str) -> Result<Option<R>> {
         let key = key.to_owned();
         self.run(move |inner| {
-            let doc: Option<String> = inner
-                .connection
-                .query_row(&format!("SELECT doc FROM {} WHERE key = ?1", R::TABLE), [key], |row| row.get(0))
-                .optional()?;
-            Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
+            find(&inner.connection, &format!("SELECT doc FROM {} WHERE key = ?1", R::TABLE), [key])
         })
         .await
     }
 
     /// The request of this key, unless it is too long ago.
-    ///
-    /// # Errors
-    /// If the database cannot be read.
     pub async fn request(&self, key: &str) -> Result<Option<RequestRecord>> {
         let key = key.to_owned();
         let since = (OffsetDateTime::now_utc() - REQUESTS_KEPT_FOR).unix_timestamp();
         self.run(move |inner| {
             let sql = "SELECT doc FROM requests WHERE key = ?1 AND at >= ?2";
-            let doc: Option<String> =
-                inner.connection.query_row(sql, params![key, since], |row| row.get(0)).optional()?;
-            Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
+            find(&inner.connection, sql, params![key, since])
         })
         .await
     }
 
     /// A generation that no individual of this node has had or will have, greater than all before
     /// it.
-    ///
-    /// # Errors
-    /// If the database cannot be written.
     pub async fn generation(&self) -> Result<u64> {
         self.run(|inner| {
             if inner.next_generation > inner.reserved_until {
@@ -406,6 +347,27 @@ impl Records {
             },
         )
     }
+}
+
+/// Opens or makes a database of the node; one that a newer version has written is refused.
+pub fn open_database(path: &Path, synchronous: &str, tables: &str) -> anyhow::Result<Connection> {
+    let database = Connection::open(path)?;
+    database.pragma_update(None, "journal_mode", "WAL")?;
+    database.pragma_update(None, "synchronous", synchronous)?;
+    let version: i64 = database.pragma_query_value(None, "user_version", |row| row.get(0))?;
+    anyhow::ensure!(version <= 1, "it was written by a newer version of keiki (schema {version})");
+    database.execute_batch(tables)?;
+    database.pragma_update(None, "user_version", 1)?;
+    Ok(database)
+}
+
+fn find<T: DeserializeOwned>(
+    database: &Connection,
+    sql: &str,
+    params: impl rusqlite::Params,
+) -> anyhow::Result<Option<T>> {
+    let doc: Option<String> = database.query_row(sql, params, |row| row.get(0)).optional()?;
+    Ok(doc.map(|doc| serde_json::from_str(&doc)).transpose()?)
 }
 
 fn write<R: Row>(transaction: &rusqlite::Transaction, rows: &[R]) -> anyhow::Result<()> {

@@ -40,7 +40,11 @@ impl Inner {
         for record in known {
             match record.status {
                 Status::Running | Status::Paused => self.recover_live(record.clone()).await?,
-                Status::Hibernated | Status::Failed => self.recover_at_rest(record.clone()).await?,
+                // A machine may be left of a hibernation or wake that was cut short.
+                Status::Hibernated | Status::Failed => {
+                    self.end_leftovers(record.id).await?;
+                    self.sandboxes.insert(&Sandbox::new(record.clone(), None));
+                }
                 Status::Creating | Status::Stopping | Status::Deleted => {
                     tracing::info!(id = %record.id, status = %record.status, "removing an incomplete directory");
                     self.end_leftovers(record.id).await?;
@@ -106,18 +110,16 @@ impl Inner {
     /// The earlier node may have died in the middle of a freeze: the machine continues as recorded.
     async fn take_up(&self, record: &SandboxRecord, machine: &dyn Machine) -> Result<GuestLink> {
         let broken = |cause| Error::internal("cannot resume its machine", cause);
-        if record.status == Status::Running {
-            machine.resume().await.map_err(broken)?;
-            let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
-            put_back_left(record.id, &guest, &self.store.run(record.id)).await;
-            guest.thaw_user().await?;
-            return Ok(guest);
-        }
-        // Parked vCPUs answer nothing: let them run for the handshake. User processes stay frozen.
+        // Parked vCPUs answer nothing: those of a paused sandbox, too, run for the handshake.
         machine.resume().await.map_err(broken)?;
         let guest = GuestLink::connect(&machine.agent_socket(), record.generation).await?;
-        guest.freeze_user().await?;
-        machine.pause().await.map_err(broken)?;
+        if record.status == Status::Running {
+            put_back_left(record.id, &guest, &self.store.run(record.id)).await;
+            guest.thaw_user().await?;
+        } else {
+            guest.freeze_user().await?;
+            machine.pause().await.map_err(broken)?;
+        }
         Ok(guest)
     }
 
@@ -128,13 +130,6 @@ impl Inner {
         let failed = SandboxRecord { status: Status::Failed, slot: None, error: Some(why), ..record };
         self.journal.records.put(vec![failed.clone()]).await?;
         self.sandboxes.insert(&Sandbox::new(failed, None));
-        Ok(())
-    }
-
-    /// A sandbox without a machine; one may be left of a hibernation or wake that was cut short.
-    async fn recover_at_rest(&self, record: SandboxRecord) -> Result<()> {
-        self.end_leftovers(record.id).await?;
-        self.sandboxes.insert(&Sandbox::new(record, None));
         Ok(())
     }
 
@@ -191,7 +186,7 @@ impl Inner {
     }
 
     pub(crate) async fn clear_scratch(&self) -> Result<()> {
-        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
+        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.in_data("cache"));
         let tidied = tokio::task::spawn_blocking(move || {
             keiki_image::Builder::new(cache, Arc::new(|_: &str| {})).tidy()
         });

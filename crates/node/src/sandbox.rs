@@ -19,7 +19,7 @@ use crate::{
 use keiki_engine::Machine;
 use keiki_protocol::guest::guest_client::GuestClient;
 use keiki_types::{SandboxId, Status, api};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -70,15 +70,12 @@ const NOTICE_LIMIT: Duration = Duration::from_secs(2);
 
 impl Use {
     /// Calls the guest with something that may be repeated over a new connection.
-    ///
-    /// # Errors
-    /// What the guest, or the end of its machine, means to the caller.
     pub async fn call<R, T, F>(&self, request: R, send: impl Fn(GuestClient<Channel>, R) -> F) -> Result<T>
     where
         R: Clone,
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
-        match self.live.guest.call(|client| send(client, request.clone())).await {
+        match self.live.guest.call(request, send).await {
             Ok(answer) => Ok(answer),
             Err(status) => Err(self.explain(guest_refusal(&status)).await),
         }
@@ -93,7 +90,7 @@ impl Use {
         let begun = Instant::now();
         loop {
             let (status, is_there) = {
-                let state = self.sandbox.state();
+                let state = self.sandbox.state.lock();
                 let is_there = state.live.as_ref().is_some_and(|live| Arc::ptr_eq(live, &self.live));
                 (state.record.status, is_there)
             };
@@ -121,18 +118,8 @@ impl Use {
 
 impl<L> Drop for Use<L> {
     fn drop(&mut self) {
-        self.sandbox.state().idle.depart(Instant::now());
+        self.sandbox.state.lock().idle.depart(Instant::now());
     }
-}
-
-/// What [`Sandbox::arrive`] found.
-enum Begin<L> {
-    /// Go ahead.
-    Go(Use<L>),
-    /// It must be woken first.
-    WakeFirst,
-    /// It is being hibernated: ask again when its verb is done.
-    Wait,
 }
 
 /// What the sweeper has claimed.
@@ -147,7 +134,6 @@ pub struct Claim {
 
 impl<L> Sandbox<L> {
     /// A sandbox as recorded, with its machine if it has one.
-    #[must_use]
     pub fn new(record: SandboxRecord, live: Option<Arc<L>>) -> Arc<Self> {
         Arc::new(Self {
             id: record.id,
@@ -156,64 +142,49 @@ impl<L> Sandbox<L> {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State<L>> {
-        self.state.lock()
-    }
-
     /// The record now.
-    #[must_use]
     pub fn record(&self) -> SandboxRecord {
-        self.state().record.clone()
+        self.state.lock().record.clone()
     }
 
     /// The machine, if there is one.
-    #[must_use]
     pub fn live(&self) -> Option<Arc<L>> {
-        self.state().live.clone()
+        self.state.lock().live.clone()
     }
 
     /// Begins a use (exec, files, terminal). What is hibernated is woken with `wake`, which takes
     /// the verb; what is on its way there is waited for.
-    ///
-    /// # Errors
-    /// 409 in a state that cannot be used, and those of `wake`.
     pub async fn begin<F: Future<Output = Result<()>>>(
         self: &Arc<Self>,
         wake: impl Fn() -> F,
     ) -> Result<Use<L>> {
         loop {
-            match self.arrive()? {
-                Begin::Go(using) => return Ok(using),
-                Begin::Wait => drop(self.verb.lock().await),
-                Begin::WakeFirst => wake().await?,
+            let must_wake = {
+                // One step, atomically against the sweeper.
+                let mut state = self.state.lock();
+                let status = state.record.status;
+                match (state.idle.arrive(status, Instant::now()), state.live.clone()) {
+                    (Arrival::Begun, Some(live)) => return Ok(Use { sandbox: Arc::clone(self), live }),
+                    (Arrival::Begun, None) => {
+                        state.idle.depart(Instant::now());
+                        return Err(refusal(&state.record, "has no machine"));
+                    }
+                    (Arrival::Refuse(why), _) => return Err(refusal(&state.record, why)),
+                    (Arrival::WakeFirst, _) => true,
+                    (Arrival::Wait, _) => false,
+                }
+            };
+            if must_wake {
+                wake().await?;
+            } else {
+                drop(self.verb.lock().await);
             }
         }
     }
 
-    /// One step of it, atomically against the sweeper.
-    fn arrive(self: &Arc<Self>) -> Result<Begin<L>> {
-        let mut state = self.state();
-        let status = state.record.status;
-        match state.idle.arrive(status, Instant::now()) {
-            Arrival::Begun => match state.live.clone() {
-                Some(live) => Ok(Begin::Go(Use { sandbox: Arc::clone(self), live })),
-                None => {
-                    state.idle.depart(Instant::now());
-                    Err(refusal(&state.record, "has no machine"))
-                }
-            },
-            Arrival::Wait => Ok(Begin::Wait),
-            Arrival::WakeFirst => Ok(Begin::WakeFirst),
-            Arrival::Refuse(why) => Err(refusal(&state.record, why)),
-        }
-    }
-
     /// What a verb may do now. Call with [`Sandbox::verb`] held.
-    ///
-    /// # Errors
-    /// 409 in a state that refuses it.
     pub fn decide(&self, verb: Verb) -> Result<Decision> {
-        let state = self.state();
+        let state = self.state.lock();
         match lifecycle::decide(state.record.status, verb) {
             Decision::Refuse(why) => Err(refusal(&state.record, why)),
             decision => Ok(decision),
@@ -225,7 +196,7 @@ impl<L> Sandbox<L> {
     #[must_use]
     pub fn claim_if_idle(&self) -> Option<Claim> {
         let verb = Arc::clone(&self.verb).try_lock_owned().ok()?;
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let (before, ttl, persistent) =
             (state.record.status, state.record.ttl_seconds, state.record.persistent);
         let verdict = state.idle.sweep(before, Instant::now(), ttl, persistent);
@@ -237,14 +208,14 @@ impl<L> Sandbox<L> {
 
     /// Changes the record, in memory; returns the new one to be written.
     pub fn update(&self, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         change(&mut state.record);
         state.record.clone()
     }
 
     /// Sets its machine and its state together.
     pub fn set_live(&self, live: Option<Arc<L>>, change: impl FnOnce(&mut SandboxRecord)) -> SandboxRecord {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.live = live;
         state.idle.touch(Instant::now());
         change(&mut state.record);
@@ -253,27 +224,25 @@ impl<L> Sandbox<L> {
 
     /// From now on new uses wait: its machine is about to be taken away, or no longer.
     pub fn set_leaving(&self, leaving: bool) {
-        self.state().idle.set_leaving(leaving);
+        self.state.lock().idle.set_leaving(leaving);
     }
 
     /// Counts as activity.
     pub fn touch(&self) {
-        self.state().idle.touch(Instant::now());
+        self.state.lock().idle.touch(Instant::now());
     }
 
     /// Since the last activity; zero while something is in flight.
-    #[must_use]
     pub fn idle(&self) -> Duration {
-        self.state().idle.idle(Instant::now())
+        self.state.lock().idle.idle(Instant::now())
     }
 }
 
 impl Sandbox {
     /// As the API shows it, without memory use.
-    #[must_use]
     pub fn view(&self) -> api::Sandbox {
         let idle = self.idle();
-        let state = self.state();
+        let state = self.state.lock();
         let record = &state.record;
         let guest_ip = state
             .live

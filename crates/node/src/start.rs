@@ -15,7 +15,6 @@ use crate::{
     network::Network,
     records::{Records, SandboxRecord},
     sandboxes::Sandboxes,
-    sources::Sources,
     store::{Store, make_dir},
     sweep,
     templates::Templates,
@@ -55,7 +54,7 @@ impl Node {
     }
 
     async fn start_on(config: Config, store: Store) -> Result<Self> {
-        let records = Records::open(&store.database())?;
+        let records = Records::open(&store.in_data("keiki.db"))?;
         let (engine, capabilities) = choose_engine(&config, &store).await?;
         tracing::info!(engine = %capabilities.kind, note = capabilities.note, "engine ready");
         let known: Vec<SandboxRecord> = records.all().await?;
@@ -73,14 +72,11 @@ impl Node {
         engine_version: String,
         network: Network,
     ) -> Result<Self> {
-        let events = Events::open(&store.events())?;
+        let events = Events::open(&store.in_data("events.db"))?;
         let trusts_all = config.api_keys.is_empty() && is_loopback(&config.listen).await;
-        let preview_key = key::secret(&store.preview_key())
-            .map_err(|cause| Error::internal("cannot read or create the key for previews", cause))?;
+        let preview_key = key::secret(&store.in_data("preview.key"), "previews")?;
         let previews = Previews::new(preview_key, &config.preview_suffix, trusts_all)?;
-        let request_key = key::secret(&store.request_key()).map_err(|cause| {
-            Error::internal("cannot read or create the key for idempotent requests", cause)
-        })?;
+        let request_key = key::secret(&store.in_data("requests.key"), "idempotent requests")?;
         let admission = config.memory_limit_mib.map_or_else(Admission::of_host, Admission::new);
         let known: Vec<SandboxRecord> = records.all().await?;
         let inner = Arc::new(Inner {
@@ -94,7 +90,7 @@ impl Node {
             previews,
             request_key,
             templates: Templates::default(),
-            sources: Sources::default(),
+            sources: Locks::default(),
             requests: Locks::default(),
             under_way: TaskTracker::new(),
             sandboxes: Sandboxes::default(),
@@ -102,7 +98,7 @@ impl Node {
         inner.recover(known).await?;
         inner.fleet.engine.adoption_finished();
         tokio::spawn(sweep::sweeper(Arc::downgrade(&inner)));
-        tokio::spawn(inner.journal.events.clone().keep_writing());
+        tokio::spawn(Arc::clone(&inner.journal.events).keep_writing());
         Ok(Self { inner })
     }
 

@@ -54,9 +54,6 @@ pub struct Store {
 
 impl Store {
     /// Makes what is missing, the file system with reflinks included.
-    ///
-    /// # Errors
-    /// If the places cannot be made or written, or a socket path would be too long.
     pub async fn open(data: &Path, run: &Path, image_gib: Option<u64>) -> Result<Self> {
         let made = Self::make(data, run, image_gib).await;
         made.map_err(|cause| Error::internal(format!("cannot set up the store in {}", data.display()), cause))
@@ -90,148 +87,78 @@ impl Store {
             fresh_mount: own_image && !was_mounted,
             _locks: locks,
         };
-        for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
-            fs::create_dir_all(store.root.join(part))?;
-        }
+        make_parts(&store.root)?;
         Ok(store)
     }
 
-    /// On directories whose file system is taken as it is.
-    #[cfg(test)]
-    pub fn in_dirs(data: &Path, run: &Path) -> anyhow::Result<Self> {
-        let root = data.join("store");
-        for part in ["templates", "snapshots", "hibernated", "sandboxes", "scratch"] {
-            fs::create_dir_all(root.join(part))?;
-        }
-        fs::create_dir_all(run)?;
-        let _locks = Arc::new([lock(data)?, lock(run)?]);
-        let (data, run) = (data.into(), run.into());
-        Ok(Self { data, root, run, own_image: false, fresh_mount: false, _locks })
-    }
-
-    /// Root of the reflink file system.
-    #[must_use]
+    /// Root of the file system with reflinks.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The engine's own corner.
-    ///
-    /// # Errors
-    /// If it cannot be made.
+    /// The engine's directory, made if it is missing.
     pub fn engine(&self) -> Result<PathBuf> {
         let dir = self.root.join("engine");
         make_dir(&dir)?;
         Ok(dir)
     }
 
-    /// The records.
-    #[must_use]
-    pub fn database(&self) -> PathBuf {
-        self.data.join("keiki.db")
-    }
-
-    /// What happened to sandboxes.
-    #[must_use]
-    pub fn events(&self) -> PathBuf {
-        self.data.join("events.db")
-    }
-
-    /// What seals links to previews.
-    #[must_use]
-    pub fn preview_key(&self) -> PathBuf {
-        self.data.join("preview.key")
-    }
-
-    /// What digests of named requests are made with.
-    #[must_use]
-    pub fn request_key(&self) -> PathBuf {
-        self.data.join("requests.key")
-    }
-
-    /// Kernels and root disks made from packages.
-    #[must_use]
-    pub fn cache(&self) -> PathBuf {
-        self.data.join("cache")
-    }
-
-    /// A template's versions.
-    #[must_use]
-    pub fn templates(&self) -> PathBuf {
-        self.root.join("templates")
+    /// Something in the data directory, beside the store.
+    pub fn in_data(&self, name: &str) -> PathBuf {
+        self.data.join(name)
     }
 
     /// A baked template.
-    #[must_use]
     pub fn template(&self, name: &str, version: &str) -> PathBuf {
-        self.templates().join(name).join(version)
+        self.root.join("templates").join(name).join(version)
     }
 
-    /// A snapshot.
-    #[must_use]
     pub fn snapshot(&self, id: SnapshotId) -> PathBuf {
         self.root.join("snapshots").join(id.to_string())
     }
 
     /// What a hibernated sandbox wakes from. Distinct per hibernation, so that a crash never mixes
     /// two.
-    #[must_use]
     pub fn hibernated(&self, id: SandboxId, generation: u64) -> PathBuf {
         self.root.join("hibernated").join(format!("{id}.{generation}"))
     }
 
     /// What a machine owns.
-    #[must_use]
     pub fn sandbox(&self, id: SandboxId) -> PathBuf {
         self.root.join("sandboxes").join(id.to_string())
     }
 
     /// A new scratch directory.
-    #[must_use]
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch").join(SandboxId::new().to_string())
     }
 
     /// Sockets of a machine.
-    #[must_use]
     pub fn run(&self, id: SandboxId) -> PathBuf {
         self.run.join(id.to_string().replace('-', ""))
     }
 
     /// Root of the run directories.
-    #[must_use]
     pub fn run_root(&self) -> &Path {
         &self.run
     }
 
-    /// Names in one of the store's parts.
-    ///
-    /// # Errors
-    /// If it cannot be read: a partial listing is never taken for a whole one.
+    /// Names in one of the store's parts. A partial listing is never taken for a whole one.
     pub fn names(&self, part: &str) -> Result<Vec<String>> {
         list(&self.root.join(part))
     }
 
     /// Names in the run directory.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub fn run_names(&self) -> Result<Vec<String>> {
         list(&self.run)
     }
 
     /// Free bytes for new data, the reserve not counted.
-    ///
-    /// # Errors
-    /// If the file system does not answer.
     pub fn free_bytes(&self) -> Result<u64> {
         Ok(self.space()?.1)
     }
 
     /// All bytes of the store's file system, and those free for new data.
-    ///
-    /// # Errors
-    /// If the file system does not answer.
     pub fn space(&self) -> Result<(u64, u64)> {
         let stat = rustix::fs::statvfs(&self.root)
             .map_err(|cause| Error::internal("cannot read the store's free space", cause))?;
@@ -240,9 +167,6 @@ impl Store {
     }
 
     /// Removes a whole directory; missing is fine.
-    ///
-    /// # Errors
-    /// If something in it cannot be removed.
     pub async fn remove(&self, dir: PathBuf) -> Result<()> {
         let gone = tokio::task::spawn_blocking(move || {
             remove_tree(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
@@ -272,9 +196,6 @@ impl Store {
     }
 
     /// Unmounts an image of our own. Only when no machine runs from it.
-    ///
-    /// # Errors
-    /// If it is still in use.
     pub async fn unmount(&self) -> Result<()> {
         if self.own_image {
             run("umount", &[self.root.as_os_str()])
@@ -285,10 +206,12 @@ impl Store {
     }
 }
 
+fn make_parts(root: &Path) -> io::Result<()> {
+    let parts = ["templates", "snapshots", "hibernated", "sandboxes", "scratch"];
+    parts.iter().try_for_each(|part| fs::create_dir_all(root.join(part)))
+}
+
 /// Makes a directory with its parents.
-///
-/// # Errors
-/// If it cannot be made.
 pub fn make_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|cause| match cause.kind() {
         io::ErrorKind::StorageFull => Error::NoRoom("the store is full".into()),
@@ -297,7 +220,6 @@ pub fn make_dir(dir: &Path) -> Result<()> {
 }
 
 /// Allocated bytes of the files below a directory (shared blocks counted in full).
-#[must_use]
 pub fn tree_bytes(dir: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
@@ -413,7 +335,19 @@ async fn run(tool: &str, args: &[&std::ffi::OsStr]) -> anyhow::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Duration, lock};
+    use super::{Arc, Duration, Path, Store, fs, lock, make_parts};
+
+    impl Store {
+        /// On directories whose file system is taken as it is.
+        pub fn in_dirs(data: &Path, run: &Path) -> anyhow::Result<Self> {
+            let root = data.join("store");
+            make_parts(&root)?;
+            fs::create_dir_all(run)?;
+            let _locks = Arc::new([lock(data)?, lock(run)?]);
+            let (data, run) = (data.into(), run.into());
+            Ok(Self { data, root, run, own_image: false, fresh_mount: false, _locks })
+        }
+    }
 
     #[test]
     fn a_directory_has_one_node() -> anyhow::Result<()> {

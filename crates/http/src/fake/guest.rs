@@ -141,7 +141,7 @@ fn known_exec() -> Exec {
 #[async_trait]
 impl Commands for FakeNode {
     async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
-        request::command(&request)?;
+        request::check_command(&request)?;
         pty.map(|(cols, rows)| request::terminal(cols, rows)).transpose()?;
         let cmd = request.cmd.unwrap_or_else(|| request.argv.unwrap_or_default().join(" "));
         self.done(id, format!("exec {cmd} {pty:?}"))?;

@@ -33,6 +33,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The node.
 pub struct FakeNode {
     key: Option<String>,
+    previews: Previews,
     /// The calls so far.
     pub(crate) calls: Arc<Mutex<Vec<String>>>,
     /// Named requests so far.
@@ -55,6 +56,7 @@ impl Default for FakeNode {
         let first = first_sandbox();
         Self {
             key: None,
+            previews: previews(true),
             calls: Arc::default(),
             named: Mutex::default(),
             files: Mutex::default(),
@@ -76,6 +78,10 @@ impl Default for FakeNode {
 #[must_use]
 pub fn first_sandbox() -> SandboxId {
     "0190b7a0-0000-7000-8000-000000000001".parse().expect("it is an id")
+}
+
+fn previews(is_open: bool) -> Previews {
+    Previews::new([3; 32], "preview.test", is_open).expect("it is a domain name")
 }
 
 fn sandbox(id: SandboxId) -> Sandbox {
@@ -129,7 +135,7 @@ impl FakeNode {
     /// A node that asks for this key.
     #[must_use]
     pub fn with_key(key: Option<String>) -> Self {
-        Self { key, ..Self::default() }
+        Self { previews: previews(key.is_none()), key, ..Self::default() }
     }
 
     fn note(&self, call: String) {
@@ -178,8 +184,8 @@ impl FakeNode {
     fn again(&self, once: Option<&Once>) -> Result<Option<Vec<String>>> {
         let Some(once) = once else { return Ok(None) };
         lock(&self.named).push(once.clone());
-        match lock(&self.made).get(once.key()) {
-            Some((request, made)) if request == once.request() => Ok(Some(made.clone())),
+        match lock(&self.made).get(&once.key) {
+            Some((request, made)) if *request == once.request => Ok(Some(made.clone())),
             Some(_) => Err(Error::KeyTaken("this Idempotency-Key was used for another request".into())),
             None => Ok(None),
         }
@@ -188,7 +194,7 @@ impl FakeNode {
     fn remember(&self, once: Option<&Once>, made: impl IntoIterator<Item: ToString>) {
         if let Some(once) = once {
             let made = made.into_iter().map(|id| id.to_string()).collect();
-            lock(&self.made).insert(once.key().into(), (once.request().into(), made));
+            lock(&self.made).insert(once.key.clone(), (once.request.clone(), made));
         }
     }
 
@@ -208,8 +214,8 @@ impl Host for FakeNode {
         if self.key.is_none() || self.key.as_deref() == key { Ok(()) } else { Err(Error::Unauthorized) }
     }
 
-    fn previews(&self) -> Previews {
-        Previews::new([3; 32], "preview.test", self.key.is_none()).expect("it is a domain name")
+    fn previews(&self) -> &Previews {
+        &self.previews
     }
 
     fn request_key(&self) -> Secret {

@@ -39,7 +39,7 @@ pub(super) fn by_host(app: &App, previews: &Previews, target: Target, request: &
     let (headers, uri) = (request.headers(), request.uri());
     let is_key = |name| {
         let key = header_key(headers, &name);
-        !previews.is_open() && key.is_some_and(|key| app.api.authorize(Some(&key)).is_ok())
+        !previews.is_open && key.is_some_and(|key| app.api.authorize(Some(&key)).is_ok())
     };
     if is_key(header::AUTHORIZATION) {
         return Ok(Verdict::Come(Credentials::Key));
@@ -62,7 +62,7 @@ pub(super) fn by_host(app: &App, previews: &Previews, target: Target, request: &
         ));
     }
     let has_pass = || cookies(headers).any(|pass| previews.admits(target, pass).is_some());
-    if previews.is_open() || has_pass() {
+    if previews.is_open || has_pass() {
         return Ok(Verdict::Come(Credentials::Pass));
     }
     let how = format!(

@@ -70,7 +70,7 @@ pub(super) async fn forward(
     let mut answer = answer.ok_or_else(|| late(target))?.map_err(|error| no_answer(target, &error))?;
     let upgraded = answer.status() == StatusCode::SWITCHING_PROTOCOLS;
     to_client(answer.headers_mut(), target, &outside, upgraded);
-    if upgraded {
+    let mut response = if upgraded {
         let Some(client) = client else {
             return Err(Error::Unreachable(format!(
                 "port {} in the sandbox answered with an upgrade that was not requested",
@@ -79,11 +79,10 @@ pub(super) async fn forward(
         };
         let guest = hyper::upgrade::on(&mut answer);
         tokio::spawn(tunnel(client, guest, carried, app.closing.clone()));
-        let mut response = answer.map(|_| Body::empty());
-        response.extensions_mut().insert(FromGuest);
-        return Ok(response);
-    }
-    let mut response = answer.map(|body| holding(Body::new(body), carried));
+        answer.map(|_| Body::empty())
+    } else {
+        answer.map(|body| holding(Body::new(body), carried))
+    };
     response.extensions_mut().insert(FromGuest);
     Ok(response)
 }

@@ -85,7 +85,7 @@ pub(super) fn to_guest(
     let websocket = asks_for_websocket(headers);
     strip(headers, &OF_CONNECTION);
     headers.remove(API_KEY);
-    if !credentials.leaves_authorization() {
+    if credentials != Credentials::Pass {
         headers.remove(header::AUTHORIZATION);
     }
     filter_cookies(headers);

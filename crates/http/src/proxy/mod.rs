@@ -70,10 +70,8 @@ pub(super) async fn by_path(
     let path = request.uri().path();
     let Some((at, _)) = path.match_indices('/').nth(SLASHES - 1) else {
         // Without the slash, relative links of a page would lead elsewhere.
-        return Ok(access::onward(
-            StatusCode::PERMANENT_REDIRECT,
-            &format!("{path}/{}", query_of(request.uri())),
-        ));
+        let query = request.uri().query().map(|query| format!("?{query}")).unwrap_or_default();
+        return Ok(access::onward(StatusCode::PERMANENT_REDIRECT, &format!("{path}/{query}")));
     };
     let prefix = path[..at].to_owned();
     let outside = Outside::of(request.headers(), prefix);
@@ -86,7 +84,7 @@ pub(super) async fn by_host(State(app): State<App>, request: Request, next: Next
     let Some(target) = host_of(request.headers(), request.uri()).and_then(|host| previews.named(host)) else {
         return next.run(request).await;
     };
-    let answered = match access::by_host(&app, &previews, target, &request) {
+    let answered = match access::by_host(&app, previews, target, &request) {
         Ok(access::Verdict::Come(credentials)) => {
             let outside = Outside::of(request.headers(), String::new());
             forward::forward(&app, target, outside, request, credentials).await
@@ -106,9 +104,4 @@ fn host_of<'a>(headers: &'a HeaderMap, uri: &'a Uri) -> Option<&'a str> {
         None => uri.authority()?.as_str(),
     };
     Some(whole.rsplit_once(':').map_or(whole, |(host, _)| host))
-}
-
-/// The query with its question mark, or nothing.
-fn query_of(uri: &Uri) -> String {
-    uri.query().map(|query| format!("?{query}")).unwrap_or_default()
 }

@@ -21,10 +21,6 @@ pub(super) enum Credentials {
 }
 
 impl Credentials {
-    pub(super) fn leaves_authorization(self) -> bool {
-        self == Self::Pass
-    }
-
     /// The query parameter to hide from the guest.
     pub(super) fn hides(self) -> &'static str {
         if self == Self::ByPath { ACCESS_TOKEN } else { PASS }

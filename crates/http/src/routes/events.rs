@@ -19,8 +19,6 @@ use keiki_types::{SandboxId, api::EventList};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// A client that lost its stream sends the number of the last event it saw.
-const LAST_EVENT_ID: &str = "last-event-id";
 /// Default of `limit`.
 const LISTED: usize = 200;
 /// Largest `limit`.
@@ -89,7 +87,7 @@ async fn answer(
 }
 
 fn last_seen(headers: &HeaderMap) -> Result<Option<u64>> {
-    let Some(value) = headers.get(LAST_EVENT_ID) else { return Ok(None) };
+    let Some(value) = headers.get(sse::LAST_EVENT_ID) else { return Ok(None) };
     let number = value.to_str().ok().and_then(|text| text.trim().parse().ok());
     number.map(Some).ok_or_else(|| Error::Invalid("Last-Event-ID must be the number of an event".into()))
 }

@@ -56,7 +56,7 @@ pub(super) async fn stream(
     let limit = request.timeout_seconds;
     let session = app.api.exec(id, request, None).await?;
     let name = [(EXEC, session.id.clone())];
-    Ok((name, sse::response(events(session, limit))).into_response())
+    Ok((name, sse::response(events(session, limit, false))).into_response())
 }
 
 fn timed_out(limit: Option<f64>) -> Error {
@@ -65,7 +65,8 @@ fn timed_out(limit: Option<f64>) -> Error {
     )
 }
 
-fn lost() -> Error {
+/// The error of a command whose machine is gone.
+pub(super) fn lost() -> Error {
     let cause = anyhow::anyhow!("its events ended without an exit");
     Error::internal("the sandbox ended while the command ran", cause)
 }
@@ -184,20 +185,15 @@ struct Events {
     span: tracing::Span,
 }
 
-/// The events of a command that was started with this time limit.
-fn events(session: Session, limit: Option<f64>) -> impl Stream<Item = Event> + Send + 'static {
-    let (out, err) = (Side::new("stdout", 0), Side::new("stderr", 0));
-    run(Events { session, limit, out, err, resumable: false, span: tracing::Span::current() })
-}
-
-/// The events of a command that can be read again from anywhere.
-pub(super) fn resumable(session: Session) -> impl Stream<Item = Event> + Send + 'static {
+/// The events of a command. `limit`: its time limit.
+pub(super) fn events(
+    session: Session,
+    limit: Option<f64>,
+    resumable: bool,
+) -> impl Stream<Item = Event> + Send + 'static {
     let [out, err] = session.offsets;
     let (out, err) = (Side::new("stdout", out), Side::new("stderr", err));
-    run(Events { session, limit: None, out, err, resumable: true, span: tracing::Span::current() })
-}
-
-fn run(events: Events) -> impl Stream<Item = Event> + Send + 'static {
+    let events = Events { session, limit, out, err, resumable, span: tracing::Span::current() };
     let all = stream::unfold(Some(events), |events| async {
         let mut events = events?;
         let (next, last) = events.next().await;

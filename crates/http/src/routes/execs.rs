@@ -20,9 +20,6 @@ use keiki_types::api::execs::{Exec, ExecList, InputTaken, SignalExec, StartExec}
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// A client that lost its stream sends the id of the last event it saw.
-const LAST_EVENT: &str = "last-event-id";
-
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct FromQuery {
@@ -102,7 +99,8 @@ pub(super) async fn attach(
     Query(query): Query<FromQuery>,
     headers: HeaderMap,
 ) -> Answer<Response> {
-    let last = headers.get(LAST_EVENT).and_then(|value| value.to_str().ok()).map(event_id).transpose()?;
+    let last =
+        headers.get(sse::LAST_EVENT_ID).and_then(|value| value.to_str().ok()).map(event_id).transpose()?;
     let from = match (last, query.tail) {
         (Some(offsets), _) => ReadFrom::Offsets(offsets),
         (None, Some(_)) if query.stdout_offset.is_some() || query.stderr_offset.is_some() => {
@@ -113,7 +111,8 @@ pub(super) async fn attach(
             ReadFrom::Offsets([query.stdout_offset.unwrap_or(0), query.stderr_offset.unwrap_or(0)])
         }
     };
-    Ok(sse::response(exec::resumable(app.api.attach_exec(id, &exec, from).await?)))
+    let session = app.api.attach_exec(id, &exec, from).await?;
+    Ok(sse::response(exec::events(session, None, true)))
 }
 
 fn event_id(text: &str) -> Result<[u64; 2]> {

@@ -16,7 +16,7 @@ use axum::{
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt, stream};
-use keiki_api::{Error, Reading, Result};
+use keiki_api::{Error, Reading, Result, request};
 use keiki_types::api::{FsChange, FsEntry, FsList, FsWritten};
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -138,7 +138,7 @@ pub(super) async fn write(
     let body = Upload::of(request);
     let written = async {
         check_path("path", &path)?;
-        let mode = query.mode.as_deref().map(octal).transpose()?;
+        let mode = query.mode.as_deref().map(request::mode).transpose()?;
         app.api.write_file(id, &path, mode, body.chunks()).await
     };
     let written = written.await;
@@ -233,7 +233,7 @@ fn check_change(change: &FsChange) -> Result<()> {
     check_path("path", &change.path)?;
     change.from.as_deref().map(|from| check_path("from", from)).transpose()?;
     change.target.as_deref().map(|target| check_path("target", target)).transpose()?;
-    change.mode.as_deref().map(octal).transpose()?;
+    change.mode.as_deref().map(request::mode).transpose()?;
     Ok(())
 }
 
@@ -245,30 +245,12 @@ pub(super) fn check_path(field: &str, path: &str) -> Result<()> {
     }
 }
 
-/// Permission bits from octal text.
-fn octal(text: &str) -> Result<u32> {
-    let digits = (1..=5).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_digit());
-    u32::from_str_radix(text, 8).ok().filter(|mode| digits && *mode <= 0o7777).ok_or_else(|| {
-        Error::Invalid(format!("mode must be octal permission bits such as 0755, not {text:?}"))
-    })
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{exactly, octal};
+    use super::exactly;
     use bytes::Bytes;
     use futures::{StreamExt, stream};
     use keiki_api::Error;
-
-    #[test]
-    fn modes_are_octal() {
-        assert_eq!(octal("0755").ok(), Some(0o755));
-        assert_eq!(octal("7").ok(), Some(7));
-        assert_eq!(octal("04755").ok(), Some(0o4755));
-        for bad in ["", "8", "-1", "+7", "0o755", "17777", "777777", "rwx"] {
-            assert!(octal(bad).unwrap_err().to_string().starts_with("mode must be octal"), "{bad}");
-        }
-    }
 
     #[tokio::test]
     async fn a_file_that_changes_while_it_is_read_is_cut_or_an_error() {

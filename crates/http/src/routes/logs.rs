@@ -89,11 +89,6 @@ struct Tail {
     lines: VecDeque<String>,
 }
 
-#[derive(serde::Serialize)]
-struct Line<'a> {
-    line: &'a str,
-}
-
 impl Tail {
     fn look(&mut self, shown: Bytes) {
         for byte in &shown[new_from(&self.seen, &shown)..] {
@@ -111,7 +106,7 @@ impl Tail {
     fn end_line(&mut self) {
         let line = std::mem::take(&mut self.partial);
         let line = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(&line));
-        self.lines.push_back(sse::ascii_json(&Line { line: &line }));
+        self.lines.push_back(sse::ascii_json(&serde_json::json!({ "line": line })));
     }
 }
 

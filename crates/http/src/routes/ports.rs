@@ -54,7 +54,7 @@ pub(super) async fn create(
     let port = outside.host.parse::<Authority>().ok().and_then(|host| host.port_u16());
     let port = port.map(|port| format!(":{port}")).unwrap_or_default();
     let base = format!("{}://{}{port}/", outside.scheme, previews.host(target));
-    let preview = if previews.is_open() {
+    let preview = if previews.is_open {
         Preview { url: base, port: request.port, expires_at: None }
     } else {
         let until = SystemTime::now() + Duration::from_secs(seconds.unsigned_abs());

@@ -6,14 +6,14 @@
 //! ends, so does the other. A client that disconnects without `detach` ends the command, unless it asked to `keep` it or
 //! attached to a running one.
 
-use super::exec::EXEC;
+use super::exec::{EXEC, lost};
 use crate::{
-    App, errors,
+    App,
     errors::Answer,
     extract::{self, ExecPath, Query, SandboxPath},
     responses::{AuthErrors, GuestErrors, NotFound, QueryErrors},
     sse,
-    websocket::{DEAD_AFTER, pings},
+    websocket::{DEAD_AFTER, failure, pings, upgraded},
 };
 use axum::{
     extract::{
@@ -29,13 +29,11 @@ use futures::{
 };
 use keiki_api::{Control, Error, ExecEvent, ReadFrom, Result, Session, request};
 use keiki_types::api::{ErrorBody, ExecRequest};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use serde_json::json;
 use std::sync::Arc;
-use tracing::Instrument;
 use utoipa::IntoParams;
 
-/// Largest message of a client.
-const LARGEST: usize = 1 << 20;
 /// The default command.
 const SHELL: &str = r#"exec "$(command -v bash || command -v sh)" -l"#;
 
@@ -94,7 +92,7 @@ pub(super) async fn open(
     if query.keep {
         session.control.leave();
     }
-    Ok(upgraded(upgrade, session, app))
+    Ok(terminal(upgrade, session, app))
 }
 
 /// Attach to the terminal of a running command, over a WebSocket as for `exec/pty`. The previous client is told and
@@ -119,14 +117,12 @@ pub(super) async fn attach(
         None => ReadFrom::Tail(query.tail.unwrap_or(DEFAULT_TAIL)),
     };
     let session = app.api.attach_exec(id, &exec, from).await?;
-    Ok(upgraded(upgrade, session, app))
+    Ok(terminal(upgrade, session, app))
 }
 
-fn upgraded(upgrade: WebSocketUpgrade, session: Session, app: App) -> Response {
-    let span = tracing::Span::current();
+fn terminal(upgrade: WebSocketUpgrade, session: Session, app: App) -> Response {
     let name = [(EXEC, session.id.clone())];
-    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
-    (name, upgrade.on_upgrade(move |socket| serve(socket, session, app).instrument(span))).into_response()
+    (name, upgraded(upgrade, |socket| serve(socket, session, app))).into_response()
 }
 
 async fn serve(socket: WebSocket, session: Session, app: App) {
@@ -144,11 +140,6 @@ async fn serve(socket: WebSocket, session: Session, app: App) {
     }
 }
 
-#[derive(Serialize)]
-struct Exit {
-    exit_code: i32,
-}
-
 async fn output(
     mut events: BoxStream<'static, Result<ExecEvent>>,
     client: &mut SplitSink<WebSocket, Message>,
@@ -164,7 +155,7 @@ async fn output(
                 continue;
             }
         };
-        let failure = match event {
+        let error = match event {
             Some(Ok(ExecEvent::Stdout { data, .. } | ExecEvent::Stderr { data, .. })) => {
                 if client.send(Message::Binary(data)).await.is_err() {
                     return;
@@ -176,23 +167,17 @@ async fn output(
                     // The client may be gone.
                     let _ = client.send(Message::Binary(format!("{message}\r\n").into())).await;
                 }
-                let exit = sse::ascii_json(&Exit { exit_code: code });
+                let exit = sse::ascii_json(&json!({ "exit_code": code }));
                 let _ = client.send(Message::Text(exit.into())).await;
                 break;
             }
             Some(Err(error)) => error,
-            None => {
-                Error::internal("the sandbox ended while the command ran", anyhow::anyhow!("no exit came"))
-            }
+            None => lost(),
         };
-        let _ = client.send(complaint(&failure)).await;
+        let _ = client.send(failure(&error)).await;
         break;
     }
     let _ = client.close().await;
-}
-
-fn complaint(error: &Error) -> Message {
-    Message::Text(sse::ascii_json(&ErrorBody { error: errors::sentence(error), console: None }).into())
 }
 
 /// A text frame of a client.

@@ -40,10 +40,8 @@ pub(super) struct OfQuery {
     responses((status = 200, description = "The snapshots", body = SnapshotList), AuthErrors, QueryErrors))]
 pub(super) async fn list(State(app): State<App>, Query(query): Query<OfQuery>) -> Answer<Json<SnapshotList>> {
     // A text that is not an id has no snapshots.
-    let of = match query.sandbox_id.as_deref().map(extract::sandbox_id) {
-        Some(Err(_)) => return Ok(Json(SnapshotList { snapshots: Vec::new() })),
-        Some(Ok(id)) => Some(id),
-        None => None,
+    let Ok(of) = query.sandbox_id.as_deref().map(extract::sandbox_id).transpose() else {
+        return Ok(Json(SnapshotList { snapshots: Vec::new() }));
     };
     Ok(Json(SnapshotList { snapshots: app.api.snapshots(of).await? }))
 }

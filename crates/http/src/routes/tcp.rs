@@ -5,12 +5,11 @@
 //! that disconnects without `eof` resets it. A slow reader holds up only the other side of its connection.
 
 use crate::{
-    App, errors,
+    App,
     errors::Answer,
     extract::{PortPath, SandboxPath},
     responses::{AuthErrors, GuestErrors, NotFound, QueryErrors},
-    sse,
-    websocket::{DEAD_AFTER, PING_EVERY, pings},
+    websocket::{DEAD_AFTER, PING_EVERY, failure, pings, upgraded},
 };
 use axum::{
     extract::{
@@ -29,10 +28,7 @@ use keiki_types::api::ErrorBody;
 use serde::Deserialize;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio_util::sync::CancellationToken;
-use tracing::Instrument;
 
-/// Largest message of a client.
-const LARGEST: usize = 1 << 20;
 /// Bytes in one message to the client.
 const PIECE: usize = 32 << 10;
 
@@ -50,9 +46,7 @@ pub(super) async fn tcp(
     upgrade: WebSocketUpgrade,
 ) -> Answer<Response> {
     let dialed = app.api.dial(id, port).await?;
-    let span = tracing::Span::current();
-    let upgrade = upgrade.max_message_size(LARGEST).max_frame_size(LARGEST);
-    Ok(upgrade.on_upgrade(move |socket| serve(socket, dialed, app).instrument(span)))
+    Ok(upgraded(upgrade, |socket| serve(socket, dialed, app)))
 }
 
 async fn serve(socket: WebSocket, dialed: Dialed, app: App) {
@@ -61,10 +55,10 @@ async fn serve(socket: WebSocket, dialed: Dialed, app: App) {
     let ended = Ended::default();
     let both = async { tokio::try_join!(inward(messages, to, &ended), outward(from, client, &ended)) };
     tokio::select! {
-    // The side that was cut off knows it; dropping the rest resets the other one.
-            _ = both => {}
-            () = app.closing.cancelled() => {}
-        }
+        // The side that was cut off knows it; dropping the rest resets the other one.
+        _ = both => {}
+        () = app.closing.cancelled() => {}
+    }
 }
 
 /// One side is gone.
@@ -131,8 +125,7 @@ async fn outward(
             Ok(_) => Message::Binary(data.into()),
             Err(error) => {
                 let error = Error::Unreachable(format!("the connection inside was reset: {error}"));
-                let body = ErrorBody { error: errors::sentence(&error), console: None };
-                let _ = client.send(Message::Text(sse::ascii_json(&body).into())).await;
+                let _ = client.send(failure(&error)).await;
                 let _ = client.close().await;
                 return Err(Cut);
             }

@@ -4,6 +4,7 @@ use crate::{
     App,
     errors::Answer,
     extract::{self, BuildPath, SMALL, TemplatePath},
+    key::pairs,
     responses::{AuthErrors, BodyErrors, CapacityErrors, Conflict, NotFound},
 };
 use axum::{
@@ -65,10 +66,7 @@ fn wanted(media: &str, body: &[u8]) -> Result<BuildTemplate> {
         && !json
     {
         let text = std::str::from_utf8(body).map_err(|_| Error::Invalid("the form is not UTF-8".into()))?;
-        let query =
-            format!("/?{text}").parse().map_err(|_| Error::Invalid("the form is not valid".into()))?;
-        let pairs = axum::extract::Query::<Vec<(String, String)>>::try_from_uri(&query);
-        let pairs = pairs.map_err(|refusal| Error::Invalid(refusal.body_text()))?.0;
+        let pairs = pairs(text).ok_or_else(|| Error::Invalid("the form is not valid".into()))?;
         pairs.into_iter().map(|(name, value)| typed(name, value)).collect()
     } else {
         extract::parse(body)?

@@ -6,9 +6,9 @@ use crate::{
     sandbox::Use,
 };
 use bytes::{Buf, Bytes};
-use futures::{Stream, StreamExt, stream};
+use futures::{StreamExt, stream};
 use keiki_api::Dialed;
-use keiki_protocol::guest::DialChunk;
+use keiki_protocol::guest::{DialChunk, guest_client::GuestClient};
 use std::{
     io,
     pin::Pin,
@@ -21,7 +21,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::PollSender;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Status, Streaming, transport::Channel};
 
 /// Bytes per message.
 const PIECE: usize = 32 << 10;
@@ -61,23 +61,16 @@ impl Drop for Connection {
 /// nothing does, 503 if too many streams are open.
 pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
     let permit = using.live.guest.stream()?;
-    let (to, chunks) = mpsc::channel(1);
-    let mut guest = using.live.guest.client().await;
-    let mut answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
-    let mut sender = to;
-    if answer.as_ref().is_err_and(is_broken) {
+    let mut connected = connect(using.live.guest.client().await, port).await;
+    if connected.as_ref().is_err_and(is_broken) {
         // Nothing was sent yet but the port.
-        let (to, chunks) = mpsc::channel(1);
-        sender = to;
-        let mut guest = match using.live.guest.reconnect().await {
-            Ok(guest) => guest,
+        connected = match using.live.guest.reconnect().await {
+            Ok(guest) => connect(guest, port).await,
             Err(error) => return Err(using.explain(error).await),
         };
-        answer = within(CONNECT_LIMIT, guest.dial(named(port, chunks))).await;
     }
-    match answer {
-        Ok(answer) => {
-            let (from, to) = (answer.into_inner(), PollSender::new(sender));
+    match connected {
+        Ok((from, to)) => {
             let call = Some(Call { from, to, _using: using, _stream: permit });
             Ok(Box::new(Connection { call, piece: Bytes::new(), from_ended: false, to_ended: false }))
         }
@@ -85,9 +78,15 @@ pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
     }
 }
 
-fn named(port: u16, chunks: mpsc::Receiver<DialChunk>) -> impl Stream<Item = DialChunk> + Send + 'static {
+async fn connect(
+    mut guest: GuestClient<Channel>,
+    port: u16,
+) -> Result<(Streaming<DialChunk>, PollSender<DialChunk>), Status> {
+    let (to, chunks) = mpsc::channel(1);
     let first = DialChunk { port: port.into(), ..DialChunk::default() };
-    stream::iter([first]).chain(ReceiverStream::new(chunks))
+    let chunks = stream::iter([first]).chain(ReceiverStream::new(chunks));
+    let from = within(CONNECT_LIMIT, guest.dial(chunks)).await?.into_inner();
+    Ok((from, PollSender::new(to)))
 }
 
 fn refused(status: &Status) -> Error {

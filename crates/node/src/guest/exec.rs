@@ -9,10 +9,7 @@ mod pump;
 
 use crate::{error::Result, guest::refusal, sandbox::Use};
 use bytes::Bytes;
-use keiki_api::{
-    Control,
-    request::{self, Command},
-};
+use keiki_api::{Control, request};
 use keiki_protocol::guest::{EnvVar, ExecSpec, InputChunk, Pty, ResizeRequest, SignalRequest};
 use keiki_types::api::ExecRequest;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,10 +61,8 @@ impl Control for InGuest {
 
     async fn signal(&self, signal: i32) -> Result<()> {
         let request = SignalRequest { id: self.id.clone(), signal, whole_group: true };
-        let sent = self.using.live.guest.call(|mut guest| {
-            let request = request.clone();
-            async move { guest.signal(request).await }
-        });
+        let guest = &self.using.live.guest;
+        let sent = guest.call(request, |mut guest, request| async move { guest.signal(request).await });
         sent.await.map(drop).map_err(|status| refusal(&status))
     }
 
@@ -78,10 +73,8 @@ impl Control for InGuest {
     async fn resize(&self, cols: u32, rows: u32) -> Result<()> {
         let pty = Some(terminal(cols, rows)?);
         let request = ResizeRequest { id: self.id.clone(), pty };
-        let sent = self.using.live.guest.call(|mut guest| {
-            let request = request.clone();
-            async move { guest.resize(request).await }
-        });
+        let guest = &self.using.live.guest;
+        let sent = guest.call(request, |mut guest, request| async move { guest.resize(request).await });
         sent.await.map(drop).map_err(|status| refusal(&status))
     }
 }
@@ -94,18 +87,14 @@ struct Checked {
 }
 
 fn spec(request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Checked> {
-    let command = request::command(&request)?;
+    request::check_command(&request)?;
     let timeout_ms = request::timeout_ms(request.timeout_seconds)?;
     let stdin = request::stdin(&request)?;
     let pty = pty.map(|(cols, rows)| terminal(cols, rows)).transpose()?;
-    let (argv, shell) = match command {
-        Command::Shell(line) => (Vec::new(), line),
-        Command::Argv(argv) => (argv, String::new()),
-    };
     let spec = ExecSpec {
         id: uuid::Uuid::new_v4().to_string(),
-        argv: argv.into_iter().map(Bytes::from).collect(),
-        shell: shell.into(),
+        argv: request.argv.unwrap_or_default().into_iter().map(Bytes::from).collect(),
+        shell: request.cmd.unwrap_or_default().into(),
         env: request
             .env
             .into_iter()

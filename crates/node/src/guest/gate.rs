@@ -34,25 +34,6 @@ pub struct Secrets {
     pub keep: Vec<String>,
 }
 
-/// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take long
-/// to arrive on a busy host; these are as far apart as half of a round trip at most.
-#[derive(Debug, Clone, Copy)]
-struct Clocks {
-    unix: Duration,
-    uptime_ms: u64,
-}
-
-impl Clocks {
-    /// Of the middle of a round trip that has ended.
-    fn of(met: &Met) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self {
-            unix: now.saturating_sub(met.answered.elapsed() + round(met) / 2),
-            uptime_ms: met.hello.uptime_ms,
-        }
-    }
-}
-
 /// A machine whose user processes stand still, and the connection to its agent.
 pub struct Gate {
     opened: Opened,
@@ -64,9 +45,6 @@ pub struct Gate {
 
 impl Gate {
     /// Connects and shakes hands.
-    ///
-    /// # Errors
-    /// If the guest does not answer in time or its agent is of another age.
     pub async fn open(socket: &Path, generation: u64) -> Result<Self> {
         Self::open_within(LIMITS, socket, generation).await
     }
@@ -78,11 +56,7 @@ impl Gate {
 
     /// Gives the copy its identity and secrets, and resumes its user processes once it has
     /// acknowledged them. Two calls: a guest that does not acknowledge its identity must run
-    /// nothing.
-    ///
-    /// # Errors
-    /// If it does not acknowledge exactly this generation, or does not resume: the copy must not be
-    /// released then.
+    /// nothing. On error the copy must not be released.
     pub async fn release(
         mut self,
         identity: Identity,
@@ -108,12 +82,12 @@ impl Gate {
     ) -> Result<Vec<(String, Duration)>> {
         const WHAT: &str = "assume its new identity";
         let sealed = self.sealed(&secrets.give).await?;
-        let clocks = self.clocks().await?;
+        let (unix, uptime_ms) = self.clocks().await?;
         let identity = Identity {
             generation: self.generation,
             entropy: entropy().into(),
-            unix_nanos: u64::try_from(clocks.unix.as_nanos()).unwrap_or(u64::MAX),
-            uptime_ms: clocks.uptime_ms,
+            unix_nanos: u64::try_from(unix.as_nanos()).unwrap_or(u64::MAX),
+            uptime_ms,
             secrets: Some(sealed),
             keep_secrets: secrets.keep,
             ..identity
@@ -139,9 +113,11 @@ impl Gate {
         sealed_to(within(self.limits.call, self.opened.call(&key_request())).await, secrets)
     }
 
-    /// The clocks, as the handshake had them if that was quick. Else hello is said again: a guest
-    /// that has just been thawed takes longer.
-    async fn clocks(&mut self) -> Result<Clocks> {
+    /// Our wall clock and the guest's uptime, of one moment. The order to set its clock may take
+    /// long to arrive on a busy host; these are as far apart as half of a round trip at most: the
+    /// handshake's if that was quick. Else hello is said again: a guest that has just been thawed
+    /// takes longer.
+    async fn clocks(&mut self) -> Result<(Duration, u64)> {
         let mut best = self.met;
         for _ in 0..CLOCK_TRIES {
             if round(&best) < CLOCK_ROUND {
@@ -153,7 +129,9 @@ impl Gate {
                 best = met;
             }
         }
-        Ok(Clocks::of(&best))
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since = best.answered.elapsed() + round(&best) / 2;
+        Ok((now.saturating_sub(since), best.hello.uptime_ms))
     }
 
     async fn call<A: Ask>(&mut self, what: &str, ask: &A) -> Result<A::Reply> {

@@ -63,9 +63,6 @@ pub struct GuestLink {
 impl GuestLink {
     /// To a machine that was released before: after a restart of the node, say. A new copy comes
     /// through its [`Gate`].
-    ///
-    /// # Errors
-    /// If the guest does not answer in time, has another identity, or its agent is of another age.
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
         let opened = open_released(socket, generation, LIMITS.connect).await?;
         Self::over(opened, socket.into(), generation, LIMITS).await
@@ -89,9 +86,6 @@ impl GuestLink {
 
     /// A place among the calls that last as long as their caller likes, so that others always find
     /// one.
-    ///
-    /// # Errors
-    /// 503 if all are taken.
     pub fn stream(&self) -> Result<OwnedSemaphorePermit> {
         Arc::clone(&self.streams).try_acquire_owned().map_err(|_| Error::Busy {
             why: format!("{MAX_STREAMS} commands, connections and streams are open in this sandbox"),
@@ -100,9 +94,6 @@ impl GuestLink {
     }
 
     /// Replaces a broken connection.
-    ///
-    /// # Errors
-    /// As [`GuestLink::connect`].
     pub async fn reconnect(&self) -> Result<GuestClient<Channel>> {
         let mut client = self.client.lock().await;
         if self.closed.load(Ordering::Acquire) {
@@ -125,57 +116,46 @@ impl GuestLink {
     /// Calls the agent; on a broken connection once more over a new one. For calls that may be
     /// repeated. Whatever the guest does, it ends within a time: a deadline in the request alone
     /// would leave that to the guest.
-    ///
-    /// # Errors
-    /// What the agent answered.
-    pub async fn call<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
+    pub async fn call<R, T, F>(
+        &self,
+        request: R,
+        send: impl Fn(GuestClient<Channel>, R) -> F,
+    ) -> Result<T, Status>
     where
+        R: Clone,
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        within(self.limits.answer, self.call_unbounded(call)).await
-    }
-
-    async fn call_unbounded<T, F>(&self, call: impl Fn(GuestClient<Channel>) -> F) -> Result<T, Status>
-    where
-        F: Future<Output = Result<tonic::Response<T>, Status>>,
-    {
-        let first = call(self.client().await).await;
-        let answer = match first {
-            Err(status) if is_broken(&status) => {
-                let client =
-                    self.reconnect().await.map_err(|error| Status::unavailable(error.to_string()))?;
-                call(client).await
+        let answer = async {
+            match send(self.client().await, request.clone()).await {
+                Err(status) if is_broken(&status) => {
+                    let client = self.reconnect().await;
+                    let client = client.map_err(|error| Status::unavailable(error.to_string()))?;
+                    send(client, request).await
+                }
+                answer => answer,
             }
-            answer => answer,
         };
-        answer.map(tonic::Response::into_inner)
+        within(self.limits.answer, answer).await.map(tonic::Response::into_inner)
     }
 
     /// Writes dirty disk data out ahead of a freeze, so that the pause need not.
-    ///
-    /// # Errors
-    /// If the guest does not do it in time.
     pub async fn flush(&self) -> Result<()> {
-        let call = self.call(|mut guest| async move { guest.flush(limited(FlushRequest {})).await });
+        let call = self
+            .call(FlushRequest {}, |mut guest, request| async move { guest.flush(limited(request)).await });
         let done = within(self.limits.call, call).await;
         done.map(drop).map_err(|status| failed("flush its disk", status))
     }
 
     /// Makes all user processes stand still.
-    ///
-    /// # Errors
-    /// If they do not in time; they run on then.
     pub async fn freeze_user(&self) -> Result<()> {
         let request = FreezeUserRequest { timeout_ms: FREEZE_LIMIT_MS };
-        let call = self.call(|mut guest| async move { guest.freeze_user(limited(request)).await });
+        let call =
+            self.call(request, |mut guest, request| async move { guest.freeze_user(limited(request)).await });
         let done = within(self.limits.call, call).await;
         done.map(drop).map_err(|status| failed("freeze its processes", status))
     }
 
     /// Reads secrets of the machine, while its user processes stand still.
-    ///
-    /// # Errors
-    /// If the guest does not hand them over.
     pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
         let (key, public_key) = Key::new();
         let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
@@ -187,22 +167,15 @@ impl GuestLink {
     }
 
     /// Overwrites them where they lie.
-    ///
-    /// # Errors
-    /// If the guest does not.
     pub async fn wipe_secrets(&self, names: &[String]) -> Result<()> {
-        let call = self.call(|mut guest| {
-            let request = limited(WipeSecretsRequest { names: names.to_vec() });
-            async move { guest.wipe_secrets(request).await }
-        });
+        let request = WipeSecretsRequest { names: names.to_vec() };
+        let call = self
+            .call(request, |mut guest, request| async move { guest.wipe_secrets(limited(request)).await });
         let done = within(self.limits.call, call).await;
         done.map(drop).map_err(|status| failed("wipe its secrets", status))
     }
 
     /// Writes them into their files again.
-    ///
-    /// # Errors
-    /// If the guest does not take them.
     pub async fn put_secrets(&self, secrets: &[Plain]) -> Result<()> {
         let sealed = self.sealed(secrets).await?;
         // Not repeated over a new connection: the guest's key opens one message.
@@ -219,25 +192,22 @@ impl GuestLink {
     }
 
     /// Thaws them.
-    ///
-    /// # Errors
-    /// If the guest does not answer.
     pub async fn thaw_user(&self) -> Result<()> {
-        let call = self.call(|mut guest| async move { guest.thaw_user(limited(ThawUserRequest {})).await });
+        let request = ThawUserRequest {};
+        let call =
+            self.call(request, |mut guest, request| async move { guest.thaw_user(limited(request)).await });
         let done = within(self.limits.call, call).await;
         done.map(drop).map_err(|status| failed("thaw its processes", status))
     }
 }
 
 /// The connection is gone, as opposed to: the agent said no.
-#[must_use]
 pub fn is_broken(status: &Status) -> bool {
     matches!(status.code(), Code::Unavailable | Code::Cancelled)
         || (status.code() == Code::Unknown && std::error::Error::source(status).is_some())
 }
 
 /// What the agent's answer to a request of the API's caller means to that caller.
-#[must_use]
 pub fn refusal(status: &Status) -> Error {
     let said = plain(status.message());
     match status.code() {
@@ -257,7 +227,6 @@ pub fn refusal(status: &Status) -> Error {
 }
 
 /// A guest's words, fit for a terminal and a log: few, and without control characters.
-#[must_use]
 pub fn plain(said: &str) -> String {
     let mut characters = said.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut text: String = characters.by_ref().take(SAID).collect();
@@ -273,9 +242,6 @@ fn quoted(status: &Status) -> Status {
 }
 
 /// Gives up after `limit`.
-///
-/// # Errors
-/// Those of the call; [`Code::DeadlineExceeded`] if it does not end.
 pub async fn within<T>(limit: Duration, call: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
     let late = || Status::deadline_exceeded(format!("no answer within {} ms", limit.as_millis()));
     tokio::time::timeout(limit, call).await.unwrap_or_else(|_| Err(late()))

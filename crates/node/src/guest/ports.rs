@@ -18,12 +18,12 @@ const MOST: usize = 1024;
 impl Ports for Node {
     async fn ports(&self, id: SandboxId) -> Result<Vec<Port>> {
         let using = self.inner.begin(id).await?;
+        let request = ListPortsRequest {};
         let found = using
             .live
             .guest
-            .call(|mut guest| async move { guest.list_ports(ListPortsRequest {}).await })
-            .await;
-        match found {
+            .call(request, |mut guest, request| async move { guest.list_ports(request).await });
+        match found.await {
             Ok(reply) => {
                 let mut ports: Vec<Port> = reply.ports.into_iter().take(MOST).filter_map(port).collect();
                 ports.sort_by(|a, b| (a.port, &a.address).cmp(&(b.port, &b.address)));

@@ -35,9 +35,6 @@ pub(crate) type GivenSecrets = BTreeMap<String, secrets::Secret>;
 
 /// What a copy gets of these secrets of its original, and of what its maker gives: what the guest
 /// is told, and what is recorded of it.
-///
-/// # Errors
-/// 400 if a name or value cannot be, or one that must be replaced is not given.
 pub(crate) fn of_copy(
     had: &BTreeMap<String, Fates>,
     fate: impl Fn(&Fates) -> Fate,
@@ -117,9 +114,6 @@ pub(crate) struct Out {
 
 impl Out {
     /// Takes these out of a machine whose user processes stand still. On error they are in it.
-    ///
-    /// # Errors
-    /// If the guest does not hand them over, or they cannot be kept meanwhile.
     pub async fn take(guest: &GuestLink, names: &[String], run: &Path) -> Result<Self> {
         let secrets = guest.read_secrets(names).await?;
         let out = Self::keep(run, secrets).map_err(|cause| Error::internal("cannot keep secrets", cause))?;
@@ -137,9 +131,6 @@ impl Out {
     }
 
     /// Puts them back. If that fails the files stay, for the next node.
-    ///
-    /// # Errors
-    /// If the guest does not take them.
     pub async fn put_back(self, guest: &GuestLink) -> Result<()> {
         guest.put_secrets(&self.secrets).await?;
         failpoint::reach("secrets:back");
@@ -163,9 +154,6 @@ impl Out {
 
     /// Those that an earlier node took out of the machine with this run directory, and did not put
     /// back.
-    ///
-    /// # Errors
-    /// If they are there and cannot be read.
     pub fn left(run: &Path) -> Result<Option<Self>> {
         let read = || -> io::Result<Option<Self>> {
             // Not all of them: then none was wiped yet.

@@ -217,7 +217,8 @@ async fn every_call_ends_and_says_one_thing() {
         let started = Instant::now();
         let flush = link.flush().await.unwrap_err();
         let user = link.freeze_user().await.unwrap_err();
-        let info = link.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await.unwrap_err();
+        let info = link.call(InfoRequest {}, |mut guest, request| async move { guest.info(request).await });
+        let info = info.await.unwrap_err();
         assert!(started.elapsed() < Duration::from_secs(5), "{agent:?}: {:?}", started.elapsed());
         for (said, what) in [(&flush, "disk"), (&user, "processes")] {
             let said = said.to_string();

@@ -1,38 +1,41 @@
 //! A body of any size, as messages of a call to the guest.
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    guest::refusal,
+    sandbox::Use,
+};
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream::BoxStream};
+use futures::{Stream, StreamExt};
+use keiki_api::ByteStream;
 use parking_lot::Mutex;
 use std::sync::Arc;
+use tonic::{Response, Status};
 
 /// One message of it.
 const PIECE: usize = 128 << 10;
 
 /// Why an upload broke off, if it did: that is its caller's failure, not the guest's.
-#[derive(Debug, Clone, Default)]
-pub struct Broken(Arc<Mutex<Option<Error>>>);
+pub type Broken = Arc<Mutex<Option<Error>>>;
 
-impl Broken {
-    /// What the guest answered, or what broke the upload off.
-    ///
-    /// # Errors
-    /// What broke it off.
-    pub fn or<T>(&self, answer: T) -> Result<T> {
-        match self.0.lock().take() {
-            Some(error) => Err(error),
-            None => Ok(answer),
-        }
+/// What the guest answered, or what broke the upload off.
+pub async fn finish<T>(using: &Use, broken: Broken, answer: Result<Response<T>, Status>) -> Result<T> {
+    let broken = broken.lock().take();
+    match (broken, answer) {
+        (Some(error), _) => Err(error),
+        (None, Ok(reply)) => Ok(reply.into_inner()),
+        (None, Err(status)) => Err(using.explain(refusal(&status)).await),
     }
 }
 
-/// Messages made of each piece of `data`, and last of its end. An upload that breaks off never says its end.
+/// Messages made of each piece of `data`, and last of its end. An upload that breaks off never says
+/// its end.
 pub fn messages<T: Send + 'static>(
-    data: BoxStream<'static, Result<Bytes>>,
+    data: ByteStream,
     mut make: impl FnMut(Option<Bytes>) -> T + Send + 'static,
 ) -> (impl Stream<Item = T> + Send + 'static, Broken) {
     let broken = Broken::default();
-    let told = broken.clone();
+    let told = Arc::clone(&broken);
     let pieces = data.flat_map(|piece| {
         let parts: Vec<Result<Bytes>> = match piece {
             Ok(piece) => piece.chunks(PIECE).map(|part| Ok(piece.slice_ref(part))).collect(),
@@ -47,7 +50,7 @@ pub fn messages<T: Send + 'static>(
                 Some(Ok(data)) => Some(make(Some(data))),
                 Some(Err(error)) => {
                     *failed = true;
-                    *told.0.lock() = Some(error);
+                    *told.lock() = Some(error);
                     None
                 }
                 None => Some(make(None)),
@@ -69,7 +72,7 @@ mod tests {
         let upload = |pieces: Vec<Result<Bytes, Error>>| async {
             let (messages, broken) = messages(futures::stream::iter(pieces).boxed(), |piece| piece);
             let all: Vec<_> = messages.collect().await;
-            (all.iter().filter(|piece| piece.is_none()).count(), all.len(), broken.or(()).is_err())
+            (all.iter().filter(|piece| piece.is_none()).count(), all.len(), broken.lock().is_some())
         };
         assert_eq!(upload(vec![Ok("ab".into()), Ok("c".into())]).await, (1, 3, false));
         assert_eq!(upload(vec![]).await, (1, 1, false));

@@ -4,10 +4,10 @@
 //! steps that take their time and may fail. A scheduler of one thread gives turns in an order that proptest chooses: each
 //! step of each task is one poll. Time is up as soon as nothing is in flight, so the sweeper always wants it.
 
-use super::{Begin, Claim, Sandbox};
+use super::{Claim, Sandbox};
 use crate::{
     error::{Error, Result},
-    lifecycle::{Decision, Sweep, Verb},
+    lifecycle::{Arrival, Decision, Sweep, Verb},
     records::SandboxRecord,
 };
 use futures::future::LocalBoxFuture;
@@ -26,6 +26,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll, Waker},
+    time::Instant,
 };
 
 /// More turns than any run needs: one that needs more stands still.
@@ -307,6 +308,8 @@ proptest! {
         let (status, runs) = (trial.sandbox.record().status, trial.running.get() == 1);
         prop_assert!(runs == matches!(status, Status::Running | Status::Paused), "{status}, and a machine runs: {runs}");
         prop_assert!(runs == trial.sandbox.live().is_some(), "{status}");
-        prop_assert!(!matches!(trial.sandbox.arrive(), Ok(Begin::Wait)), "requests wait for nobody");
+        let mut state = trial.sandbox.state.lock();
+        let status = state.record.status;
+        prop_assert!(state.idle.arrive(status, Instant::now()) != Arrival::Wait, "requests wait for nobody");
     }
 }

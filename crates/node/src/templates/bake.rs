@@ -155,7 +155,8 @@ impl Inner {
             ..Identity::default()
         };
         let guest = gate.release(identity, Secrets::default(), watch).await?;
-        let info = guest.call(|mut guest| async move { guest.info(InfoRequest {}).await }).await;
+        let info =
+            guest.call(InfoRequest {}, |mut guest, request| async move { guest.info(request).await }).await;
         let info = info.map_err(|status| refusal(&status))?;
         for line in WARM {
             run(&guest, line, BOOT_LIMIT).await?;

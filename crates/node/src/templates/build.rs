@@ -65,7 +65,7 @@ impl Inner {
             while building.try_join_next().is_some() {}
             building.spawn(async move {
                 let done = node.build(&spec, shape, &request, &build).await;
-                build.update(|progress| {
+                build.progress.send_modify(|progress| {
                     progress.view.ended_at = rfc3339(OffsetDateTime::now_utc());
                     match done {
                         Ok(()) => progress.view.status = "done".into(),
@@ -95,7 +95,7 @@ impl Inner {
         build: &Arc<Building>,
     ) -> Result<()> {
         let _armed = failpoint::arm("build");
-        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.cache());
+        let cache = self.config.cache_dir.clone().unwrap_or_else(|| self.store.in_data("cache"));
         let (guest, say) = (self.config.guest_binary.clone(), Arc::clone(build));
         let recipe = keiki_image::RootfsSpec { disk_mib: shape.disk_mib, ..spec.rootfs() };
         let refresh = request.force;
@@ -108,14 +108,15 @@ impl Inner {
             .map_err(|cause| Error::internal("the build was interrupted", cause))?
             .map_err(|cause| Error::internal(format!("template {} cannot be built", spec.name), cause))?;
         let version = version_of(&parts.digest, &spec.warm, shape, &self.engine_version);
-        let current = self.templates.state().baked.get(&spec.name).map(|baked| baked.record.version.clone());
+        let current =
+            self.templates.state.lock().baked.get(&spec.name).map(|baked| baked.record.version.clone());
         // Another bake of the same contents has the time behind its version.
         let is_same = current.is_some_and(|current| current.starts_with(&version));
         if is_same && !request.force && !request.rebake {
             build.say("nothing to do: it is already baked from exactly these inputs");
             return Ok(());
         }
-        build.update(|progress| progress.view.status = "baking".into());
+        build.progress.send_modify(|progress| progress.view.status = "baking".into());
         let version = if is_same {
             format!("{version}-{}", OffsetDateTime::now_utc().unix_timestamp())
         } else {
@@ -143,7 +144,7 @@ impl Inner {
         self.journal.records.put(vec![record.clone()]).await?;
         build.say(&format!("done: {} version {}", record.name, record.version));
         let baked = Baked::new(record.clone(), frozen);
-        let old = self.templates.state().baked.insert(record.name.clone(), Arc::clone(&baked));
+        let old = self.templates.state.lock().baked.insert(record.name.clone(), Arc::clone(&baked));
         if let Some(old) = old {
             self.retire(&old).await?;
         }

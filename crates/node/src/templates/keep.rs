@@ -5,15 +5,18 @@ use crate::{
     daemon::Inner,
     error::{Error, Result},
     records::TemplateRecord,
-    sources::Hold,
 };
 use keiki_sys::failpoint;
 use keiki_types::{SandboxId, Sharing, TemplateName, api::BuildTemplate};
 use std::{path::PathBuf, sync::Arc};
+use tokio::sync::OwnedRwLockReadGuard;
 
 impl Inner {
     /// A baked template, which stays as long as it is held, or what to do about it.
-    pub(crate) async fn baked(self: &Arc<Self>, name: &TemplateName) -> Result<(Arc<Baked>, Hold)> {
+    pub(crate) async fn baked(
+        self: &Arc<Self>,
+        name: &TemplateName,
+    ) -> Result<(Arc<Baked>, OwnedRwLockReadGuard<()>)> {
         while let Some(baked) = self.templates.current(name.as_str()) {
             let held = self.sources.hold(&self.dir_of(&baked)).await;
             if self.templates.current(name.as_str()).is_some_and(|now| Arc::ptr_eq(&now, &baked)) {
@@ -62,7 +65,7 @@ impl Inner {
     /// Gives running builds up and ends the VMs ahead, for a node that stops.
     pub(crate) async fn close_templates(&self) {
         self.templates.building.lock().await.shutdown().await;
-        let all: Vec<_> = self.templates.state().baked.values().cloned().collect();
+        let all: Vec<_> = self.templates.state.lock().baked.values().cloned().collect();
         for baked in all {
             self.close_ahead(&baked).await;
         }
@@ -75,7 +78,7 @@ impl Inner {
             return Err(Error::Conflict(format!("template {name} is being built")));
         }
         let _armed = failpoint::arm("delete_template");
-        let baked = self.templates.state().baked.remove(name.as_str());
+        let baked = self.templates.state.lock().baked.remove(name.as_str());
         let baked = baked.ok_or_else(|| Error::NotFound(format!("no template {name}")))?;
         self.journal.records.remove::<TemplateRecord>(vec![name.as_str().into()]).await?;
         self.retire(&baked).await
@@ -88,7 +91,7 @@ impl Inner {
         match self.fleet.load(&dir, Sharing::Node).await {
             Ok(frozen) => {
                 let baked = Baked::new(record.clone(), frozen);
-                self.templates.state().baked.insert(record.name, Arc::clone(&baked));
+                self.templates.state.lock().baked.insert(record.name, Arc::clone(&baked));
                 self.refill(&baked);
                 Ok(())
             }

@@ -21,7 +21,7 @@ use crate::{
 use futures::{StreamExt, stream::BoxStream};
 use keiki_engine::Frozen;
 use keiki_types::{SandboxId, api::Build};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     collections::{HashMap, VecDeque},
     sync::Arc,
@@ -87,16 +87,14 @@ impl Baked {
     pub fn take_ahead(&self) -> Option<Prepared> {
         let mut ahead = self.ahead.lock();
         while let Some(prepared) = ahead.ready.pop_front() {
-            if prepared.is_alive() {
+            if prepared.vm.is_alive() {
                 return Some(prepared);
             }
             tracing::warn!(id = %prepared.id, "a VM that was prepared ahead has ended");
         }
         None
     }
-}
 
-impl Baked {
     /// Keeps a VM for a create; gives it back if none is wanted any more.
     fn keep_ahead(&self, prepared: Result<Prepared>) -> Option<Prepared> {
         let mut ahead = self.ahead.lock();
@@ -116,13 +114,9 @@ impl Baked {
 }
 
 impl Building {
-    fn update(&self, change: impl FnOnce(&mut Progress)) {
-        self.progress.send_modify(change);
-    }
-
     pub fn say(&self, line: &str) {
         tracing::info!(template = self.name, line, "build");
-        self.update(|progress| {
+        self.progress.send_modify(|progress| {
             line.clone_into(&mut progress.view.step);
             if progress.lines.len() < LOG_LINES {
                 progress.lines.push(line.into());
@@ -136,18 +130,14 @@ impl Building {
 }
 
 impl Templates {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     /// Newest first.
     pub fn builds(&self) -> Vec<Build> {
-        self.state().builds.iter().rev().map(|build| build.progress.borrow().view.clone()).collect()
+        self.state.lock().builds.iter().rev().map(|build| build.progress.borrow().view.clone()).collect()
     }
 
     /// Lines of a build from its start, ending with it.
     pub fn log(&self, id: &str) -> Option<BoxStream<'static, String>> {
-        let build = self.state().builds.iter().find(|build| build.id == id).cloned()?;
+        let build = self.state.lock().builds.iter().find(|build| build.id == id).cloned()?;
         let progress = build.progress.subscribe();
         let lines =
             futures::stream::unfold((progress, 0, Some(build)), |(mut progress, sent, keep)| async move {
@@ -170,7 +160,7 @@ impl Templates {
 
     /// VMs prepared ahead of creates, by template.
     pub(crate) fn prestarted(&self) -> Vec<(String, usize)> {
-        let state = self.state();
+        let state = self.state.lock();
         let mut all: Vec<_> = state
             .baked
             .values()
@@ -181,16 +171,16 @@ impl Templates {
     }
 
     fn current(&self, name: &str) -> Option<Arc<Baked>> {
-        self.state().baked.get(name).cloned()
+        self.state.lock().baked.get(name).cloned()
     }
 
     fn running(&self, name: &str) -> Option<Arc<Building>> {
-        self.state().builds.iter().find(|build| build.name == name && build.is_running()).cloned()
+        self.state.lock().builds.iter().find(|build| build.name == name && build.is_running()).cloned()
     }
 
     /// Joins the running build of this template, or begins one.
     fn begin(&self, name: &str) -> (Arc<Building>, bool) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(running) = state.builds.iter().find(|build| build.name == name && build.is_running()) {
             return (Arc::clone(running), false);
         }

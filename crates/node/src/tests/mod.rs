@@ -58,7 +58,7 @@ impl Host {
             cold_boot_ms: 1.0,
             kernel: String::new(),
         };
-        Records::open(&store.database())?.put(vec![record]).await?;
+        Records::open(&store.in_data("keiki.db"))?.put(vec![record]).await?;
         Ok(host)
     }
 
@@ -68,7 +68,7 @@ impl Host {
 
     async fn start(&self) -> Result<Node> {
         let store = self.store()?;
-        let records = Records::open(&store.database())?;
+        let records = Records::open(&store.in_data("keiki.db"))?;
         let network = Network::None(Arc::clone(&self.used));
         let engine = Arc::new(self.engine.clone());
         Ok(Node::start_with(config(self.dir.path()), store, records, engine, "fake".into(), network).await?)

@@ -3,7 +3,7 @@
 use super::Host;
 use crate::{Node, records::SandboxRecord, store::Store};
 use anyhow::{Context, Result, ensure};
-use keiki_api::{Sandboxes as _, Templates as _};
+use keiki_api::{Host as _, Sandboxes as _, Templates as _};
 use keiki_engine::fake::Call;
 use keiki_types::{
     SandboxId, Status,
@@ -86,6 +86,28 @@ async fn a_fork_freezes_once_in_order_and_thaws_all() -> Result<()> {
         ensure!(timings.steps.iter().any(|step| step.name == "individualize"), "{timings:?}");
     }
     nothing_is_left(&host, &node).await
+}
+
+#[tokio::test]
+async fn gauges_show_the_moment() -> Result<()> {
+    let host = Host::new().await?;
+    let node = host.start().await?;
+    for running in [1, 2] {
+        create(&node).await?;
+        let text = node.metrics().await?;
+        let count = |of: &str| text.lines().filter(|line| line.starts_with(of)).count();
+        ensure!(count("keiki_sandboxes{") == Status::ALL.len(), "{text}");
+        for line in [
+            &format!(r#"keiki_sandboxes{{state="running"}} {running}"#),
+            r#"keiki_prestarted_machines{template="base"} 0"#,
+            "keiki_memory_limit_bytes 68719476736",
+            &format!("keiki_slots_used {running}"),
+        ] {
+            ensure!(text.lines().any(|written| written == line), "{line}: {text}");
+        }
+        ensure!(count("process_cpu_seconds_total ") == 1, "{text}");
+    }
+    Ok(())
 }
 
 #[tokio::test]

@@ -17,8 +17,8 @@ use crate::{
 };
 use async_trait::async_trait;
 use bytes::Bytes;
-use futures::{StreamExt, stream::BoxStream};
-use keiki_api::{Commands, Control, ReadFrom, Session, request, rfc3339};
+use futures::StreamExt;
+use keiki_api::{ByteStream, Commands, Control, ReadFrom, Session, request, rfc3339};
 use keiki_protocol::guest::{
     ExecInfo, ForgetRequest, InputChunk, ListExecsRequest, SignalRequest, exec_event::Event,
 };
@@ -44,15 +44,13 @@ impl Commands for Node {
         // A terminal may be left and come back to.
         spec.keep = pty.is_some();
         let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
-        let (send, events) = mpsc::channel(EVENTS_AHEAD);
         let (tell, started) = oneshot::channel();
-        let control = Arc::clone(&session) as Arc<dyn Control>;
-        let exec = session.id.clone();
+        let (pump, session) = read(session, [0, 0]);
         // On its own: a caller who leaves before the guest has answered must not leave the command
         // behind.
-        tokio::spawn(Pump { session, send, offsets: [0, 0] }.begin(spec, stdin, tell));
+        tokio::spawn(pump.begin(spec, stdin, tell));
         started.await.map_err(|cause| Error::internal("the command was cancelled", cause))??;
-        Ok(Session { id: exec, offsets: [0, 0], events: ReceiverStream::new(events).boxed(), control })
+        Ok(session)
     }
 
     async fn start_exec(&self, id: SandboxId, request: StartExec) -> Result<Exec> {
@@ -109,56 +107,48 @@ impl Commands for Node {
             }
         };
         let request = pump::attach(exec, offsets, true);
-        let attached = session.using.live.guest.call(|mut guest| {
-            let request = request.clone();
-            async move { guest.attach(request).await }
-        });
-        let stream = match attached.await {
-            Ok(stream) => stream,
-            Err(status) => return Err(session.using.explain(refusal(&status)).await),
-        };
-        let (send, events) = mpsc::channel(EVENTS_AHEAD);
-        let control = Arc::clone(&session) as Arc<dyn Control>;
-        let exec = session.id.clone();
-        tokio::spawn(Pump { session, send, offsets }.run(stream));
-        Ok(Session { id: exec, offsets, events: ReceiverStream::new(events).boxed(), control })
+        let using = &session.using;
+        let stream = using.call(request, |mut guest, request| async move { guest.attach(request).await });
+        let stream = stream.await?;
+        let (pump, session) = read(session, offsets);
+        tokio::spawn(pump.run(stream));
+        Ok(session)
     }
 
     async fn signal_exec(&self, id: SandboxId, exec: &str, signal: Signal) -> Result<()> {
         let signal = request::signal(&signal)?;
-        let using = self.inner.begin(id).await?;
         let request = SignalRequest { id: exec.into(), signal, whole_group: true };
-        using.call(request, |mut guest, request| async move { guest.signal(request).await }).await.map(drop)
+        self.ask(id, request, |mut guest, request| async move { guest.signal(request).await }).await.map(drop)
     }
 
-    async fn write_exec(
-        &self,
-        id: SandboxId,
-        exec: &str,
-        data: BoxStream<'static, Result<Bytes>>,
-        eof: bool,
-    ) -> Result<u64> {
+    async fn write_exec(&self, id: SandboxId, exec: &str, data: ByteStream, eof: bool) -> Result<u64> {
         let using = self.inner.begin(id).await?;
         let _stream = using.live.guest.stream()?;
         let name = exec.to_owned();
-        let (chunks, broken) = upload::messages(data, move |piece| InputChunk {
+        let chunk = move |piece: Option<Bytes>| InputChunk {
             id: name.clone(),
             eof: eof && piece.is_none(),
             data: piece.unwrap_or_default(),
             spool: false,
-        });
-        let sent = using.live.guest.client().await.input(chunks).await;
-        match broken.or(sent)? {
-            Ok(reply) => Ok(reply.into_inner().accepted),
-            Err(status) => Err(using.explain(refusal(&status)).await),
-        }
+        };
+        let (chunks, broken) = upload::messages(data, chunk);
+        let answer = using.live.guest.client().await.input(chunks).await;
+        Ok(upload::finish(&using, broken, answer).await?.accepted)
     }
 
     async fn remove_exec(&self, id: SandboxId, exec: &str) -> Result<()> {
-        let using = self.inner.begin(id).await?;
         let request = ForgetRequest { id: exec.into() };
-        using.call(request, |mut guest, request| async move { guest.forget(request).await }).await.map(drop)
+        self.ask(id, request, |mut guest, request| async move { guest.forget(request).await }).await.map(drop)
     }
+}
+
+/// What carries a session's events, and what its reader gets.
+fn read(session: Arc<InGuest>, offsets: [u64; 2]) -> (Pump, Session) {
+    let (send, events) = mpsc::channel(EVENTS_AHEAD);
+    let control = Arc::clone(&session) as Arc<dyn Control>;
+    let id = session.id.clone();
+    let events = ReceiverStream::new(events).boxed();
+    (Pump { session, send, offsets }, Session { id, offsets, events, control })
 }
 
 async fn list(using: &Use) -> Result<Vec<Exec>> {

@@ -7,7 +7,7 @@ use crate::{
 };
 use bytes::Bytes;
 use keiki_api::{Control, ExecEvent};
-use keiki_protocol::guest::{AttachRequest, ExecEvent as GuestEvent, ExecSpec, exec_event::Event};
+use keiki_protocol::guest::{AttachRequest, ExecEvent as GuestEvent, ExecSpec, Output, exec_event::Event};
 use keiki_sys::failpoint;
 use std::{sync::Arc, time::Duration};
 use tokio::sync::{mpsc, oneshot};
@@ -144,24 +144,21 @@ impl Pump {
             };
             let event = match event {
                 None | Some(Event::Started(_)) => continue,
-                Some(Event::Stdout(output)) => {
-                    if !self.count(0, output.offset, &output.data) {
-                        return Outcome::Broken(backwards());
-                    }
-                    ExecEvent::Stdout { offset: output.offset, data: output.data }
+                Some(Event::Stdout(Output { offset, data })) => {
+                    self.count(0, offset, &data).then_some(ExecEvent::Stdout { offset, data })
                 }
-                Some(Event::Stderr(output)) => {
-                    if !self.count(1, output.offset, &output.data) {
-                        return Outcome::Broken(backwards());
-                    }
-                    ExecEvent::Stderr { offset: output.offset, data: output.data }
+                Some(Event::Stderr(Output { offset, data })) => {
+                    self.count(1, offset, &data).then_some(ExecEvent::Stderr { offset, data })
                 }
-                Some(Event::Exit(exit)) => ExecEvent::Exit {
+                Some(Event::Exit(exit)) => Some(ExecEvent::Exit {
                     code: exit.code,
                     timed_out: exit.timed_out,
                     message: plain(&exit.message),
                     duration_ms: exit.duration_ms,
-                },
+                }),
+            };
+            let Some(event) = event else {
+                return Outcome::Broken(Status::data_loss("the guest's agent sent output out of order"));
             };
             let last = matches!(event, ExecEvent::Exit { .. });
             failpoint::reach(if last { "exit" } else { "output" });
@@ -188,11 +185,10 @@ impl Pump {
         if failures > REATTACH {
             return None;
         }
-        let connected = tokio::select! {
+        let mut client = tokio::select! {
             client = live.guest.reconnect() => client.ok()?,
             _ = live.machine.ended() => return None,
         };
-        let mut client = connected;
         let attach = attach(&self.session.id, self.offsets, false);
         let answer = within(START_LIMIT, client.attach(attach)).await;
         answer.ok().map(tonic::Response::into_inner)
@@ -205,10 +201,6 @@ fn after(now: u64, offset: u64, len: usize) -> Option<u64> {
         return None;
     }
     offset.checked_add(len as u64)
-}
-
-fn backwards() -> Status {
-    Status::data_loss("the guest's agent sent output out of order")
 }
 
 fn lost(status: &Status) -> Error {
