@@ -4,14 +4,14 @@
 //! key of `default-config.toml`, the one place that holds defaults. [`Resolved`] is what the node
 //! starts with.
 
-use crate::{env, exit::Failure, text::parse_duration};
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use crate::{
+    env,
+    exit::{Failure, io_error},
+    text::{one_of, parse_duration},
+};
 use keiki_client::EngineKind;
 use keiki_node::Sharing;
-use serde::{
-    Deserialize,
-    de::{DeserializeOwned, IntoDeserializer, value},
-};
+use serde::Deserialize;
 use std::{
     io,
     net::SocketAddr,
@@ -139,18 +139,6 @@ const SCOPES: [(&str, &str); 3] = [
     ("none", "Every sandbox has its own copy"),
 ];
 
-/// Values that are written alike on the command line and in the file, each with its help.
-fn one_of<T, const N: usize>(words: [(&'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
-where
-    T: DeserializeOwned + Clone + Send + Sync + 'static,
-{
-    let words = words.map(|(word, help)| PossibleValue::new(word).help(help));
-    PossibleValuesParser::new(words).try_map(|word| {
-        let word: value::StringDeserializer<value::Error> = word.into_deserializer();
-        T::deserialize(word)
-    })
-}
-
 /// How the log is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -178,8 +166,7 @@ impl NodeArgs {
     /// Reads the files and decides.
     pub fn resolve(self) -> Result<Resolved, Failure> {
         let file = read_file(self.config.as_deref())?;
-        let exe = std::env::current_exe()
-            .map_err(|source| Failure::Io { what: "finding this program".into(), source })?;
+        let exe = std::env::current_exe().map_err(io_error("finding this program"))?;
         self.decide(file, &exe)
     }
 
@@ -243,7 +230,7 @@ fn read_file(named: Option<&Path>) -> Result<Settings, Failure> {
     match std::fs::read_to_string(path) {
         Ok(text) => parse(&text, &path.display().to_string()),
         Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(Settings::default()),
-        Err(source) => Err(Failure::Io { what: path.display().to_string(), source }),
+        Err(error) => Err(io_error(path.display().to_string())(error)),
     }
 }
 
@@ -253,8 +240,7 @@ fn parse(text: &str, origin: &str) -> Result<Settings, Failure> {
 
 /// One key per line, without blank lines and lines that start with `#`.
 fn read_keys(path: &Path) -> Result<Vec<String>, Failure> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| Failure::Io { what: path.display().to_string(), source })?;
+    let text = std::fs::read_to_string(path).map_err(io_error(path.display().to_string()))?;
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
     let keys: Vec<String> = lines.map(String::from).collect();
     if keys.is_empty() {

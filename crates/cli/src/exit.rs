@@ -94,9 +94,9 @@ impl Failure {
 }
 
 /// Says what was being done when an I/O call failed.
-pub fn io_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> Failure {
+pub fn io_error<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Failure {
     let what = what.into();
-    move |source| Failure::Io { what, source }
+    move |source| Failure::Io { what, source: source.into() }
 }
 
 #[cfg(test)]

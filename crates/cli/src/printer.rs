@@ -1,14 +1,13 @@
 //! All printing. Results go to stdout as tables or JSON, everything else to stderr.
 
-use crate::exit::{ExitCode, Failure, Outcome, io_error};
-use bytes::Bytes;
+use crate::exit::{ExitCode, Failure, Outcome};
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use std::{
     io::{self, IsTerminal, Write},
-    thread::JoinHandle,
+    os::fd::{AsFd, BorrowedFd},
 };
-use tokio::sync::mpsc;
+use tokio::{fs::File, io::AsyncWriteExt};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Format {
@@ -39,6 +38,15 @@ impl Printer {
         Ok(ExitCode::Success as i32)
     }
 
+    /// Prints the result of a command that made something, and on stderr how, unless as JSON.
+    pub fn made<T: Serialize>(self, value: &T, text: impl FnOnce() -> String, how: &str) -> Outcome {
+        self.show(value, text)?;
+        if !self.is_json() {
+            self.note(how);
+        }
+        Ok(ExitCode::Success as i32)
+    }
+
     /// Prints a value as JSON, or as `text` renders it.
     pub fn show<T: Serialize + ?Sized>(
         self,
@@ -51,6 +59,20 @@ impl Printer {
                 let text = text();
                 if text.is_empty() { Ok(()) } else { self.line(&text) }
             }
+        }
+    }
+
+    /// Prints a value as one line of JSON, or as `text` renders it.
+    pub fn item<T: Serialize + ?Sized>(
+        self,
+        value: &T,
+        text: impl FnOnce() -> String,
+    ) -> Result<(), Failure> {
+        match self.format {
+            Format::Json => {
+                self.line(&serde_json::to_string(value).map_err(|error| Failure::Output(error.into()))?)
+            }
+            Format::Table => self.line(&text()),
         }
     }
 
@@ -89,56 +111,28 @@ pub fn table<const N: usize>(headings: [&str; N], rows: impl IntoIterator<Item =
     table.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>().join("\n")
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target {
-    Stdout,
-    Stderr,
-}
-
-/// Writes a command's output, byte for byte and in order. It does so on its own thread: a stalled
-/// reader must not block Ctrl-C.
-pub struct Output {
-    chunks: mpsc::Sender<(Target, Bytes)>,
-    thread: JoinHandle<io::Result<()>>,
-}
+/// Writes a command's output, byte for byte and in order. Another thread does it: a stalled reader
+/// must not block Ctrl-C.
+pub struct Output(File);
 
 impl Output {
-    pub fn start() -> Result<Self, Failure> {
-        let (chunks, mut inbox) = mpsc::channel::<(Target, Bytes)>(16);
-        let write_all = move || {
-            while let Some((target, chunk)) = inbox.blocking_recv() {
-                match target {
-                    Target::Stdout => {
-                        let mut out = io::stdout().lock();
-                        out.write_all(&chunk)?;
-                        out.flush()?;
-                    }
-                    Target::Stderr => io::stderr().lock().write_all(&chunk)?,
-                }
-            }
-            Ok(())
-        };
-        let thread = std::thread::Builder::new()
-            .name("output".into())
-            .spawn(write_all)
-            .map_err(io_error("cannot start the output thread"))?;
-        Ok(Self { chunks, thread })
+    pub fn stdout() -> Result<Self, Failure> {
+        Self::to(io::stdout().as_fd())
     }
 
-    /// Writes, waiting for room. False: there is no reader left, and [`Output::finish`] says why.
-    pub async fn write(&self, target: Target, chunk: Bytes) -> bool {
-        self.chunks.send((target, chunk)).await.is_ok()
+    pub fn stderr() -> Result<Self, Failure> {
+        Self::to(io::stderr().as_fd())
     }
 
-    /// Waits until everything is written.
-    pub async fn finish(self) -> Result<(), Failure> {
-        drop(self.chunks);
-        let thread = self.thread;
-        let joined = tokio::task::spawn_blocking(move || thread.join()).await;
-        match joined {
-            Ok(Ok(written)) => written.map_err(Failure::Output),
-            _ => Err(Failure::Output(io::Error::other("the output thread died"))),
-        }
+    fn to(stream: BorrowedFd<'_>) -> Result<Self, Failure> {
+        let copy = stream.try_clone_to_owned().map_err(Failure::Output)?;
+        Ok(Self(File::from_std(copy.into())))
+    }
+
+    /// Returns once it is written.
+    pub async fn write(&mut self, chunk: &[u8]) -> Result<(), Failure> {
+        self.0.write_all(chunk).await.map_err(Failure::Output)?;
+        self.0.flush().await.map_err(Failure::Output)
     }
 }
 

@@ -2,11 +2,7 @@
 
 use crate::printer::stderr_is_terminal;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::{
-    io::Write,
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{io::Write, time::Duration};
 use tokio::task::JoinHandle;
 
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -15,30 +11,25 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub struct Progress {
     bar: ProgressBar,
     waiting: JoinHandle<()>,
-    message: Arc<Mutex<String>>,
     terminal: bool,
 }
 
 impl Progress {
     /// Must be called within the runtime.
     pub fn start(message: impl Into<String>) -> Self {
-        let message = Arc::new(Mutex::new(message.into()));
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        bar.set_message(message.into());
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
             bar.set_style(style);
         }
         let terminal = stderr_is_terminal();
-        let waiting = tokio::spawn(show_later(bar.clone(), Arc::clone(&message), terminal));
-        Self { bar, waiting, message, terminal }
+        let waiting = tokio::spawn(show_later(bar.clone(), terminal));
+        Self { bar, waiting, terminal }
     }
 
     /// Sets the message.
     pub fn set(&self, text: impl Into<String>) {
-        let text = text.into();
-        self.bar.set_message(text.clone());
-        if let Ok(mut message) = self.message.lock() {
-            *message = text;
-        }
+        self.bar.set_message(text.into());
     }
 
     /// Sets the message, and prints it where there is no spinner.
@@ -67,14 +58,12 @@ impl Drop for Progress {
     }
 }
 
-async fn show_later(bar: ProgressBar, message: Arc<Mutex<String>>, terminal: bool) {
+async fn show_later(bar: ProgressBar, terminal: bool) {
     tokio::time::sleep(PATIENCE).await;
-    let text = message.lock().map(|text| text.clone()).unwrap_or_default();
     if terminal {
-        bar.set_message(text);
         bar.set_draw_target(ProgressDrawTarget::stderr());
         bar.enable_steady_tick(Duration::from_millis(100));
     } else {
-        let _ = writeln!(std::io::stderr().lock(), "{text} ...");
+        let _ = writeln!(std::io::stderr().lock(), "{} ...", bar.message());
     }
 }

@@ -1,6 +1,8 @@
 //! Ages, sizes, durations and pairs, as typed and as shown.
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use keiki_client::api::secrets::Secret;
+use serde::de::{DeserializeOwned, IntoDeserializer, value};
 use std::{collections::BTreeMap, time::Duration};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
@@ -61,6 +63,18 @@ pub fn parse_ttl(text: &str) -> Result<i64, String> {
         return Err("must be at least one second".into());
     }
     i64::try_from(seconds).map_err(|_| format!("{text:?} is too long"))
+}
+
+/// Values that are written alike on the command line and in the file, each with its help.
+pub fn one_of<T, const N: usize>(words: [(&'static str, &'static str); N]) -> impl TypedValueParser<Value = T>
+where
+    T: DeserializeOwned + Clone + Send + Sync + 'static,
+{
+    let words = words.map(|(word, help)| PossibleValue::new(word).help(help));
+    PossibleValuesParser::new(words).try_map(|word| {
+        let word: value::StringDeserializer<value::Error> = word.into_deserializer();
+        T::deserialize(word)
+    })
 }
 
 /// `KEY=VALUE`.

@@ -2,7 +2,6 @@
 
 use crate::{
     error::{Error, Result},
-    sse,
     transport::Client,
 };
 use futures::{StreamExt, stream::BoxStream};
@@ -37,8 +36,7 @@ impl Client {
         since: Option<u64>,
     ) -> Result<BoxStream<'static, Result<Event>>> {
         let request = self.events_request(of, since).query(&[("follow", "true")]);
-        let response = self.send(request.header("accept", "text/event-stream")).await?;
-        let events = sse::events(response.bytes_stream()).map(|event| {
+        let events = self.events_of(request).await?.map(|event| {
             let data = event?.data;
             serde_json::from_str(&data).map_err(|error| Error::Protocol(format!("event {data}: {error}")))
         });

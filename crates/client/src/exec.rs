@@ -3,22 +3,21 @@
 use crate::{
     error::{Error, Result},
     sandboxes::path,
-    sse::{self, Event},
+    sse::Event,
     transport::Client,
 };
 use base64::Engine as _;
 use bytes::Bytes;
-use futures::{Stream, StreamExt, stream::BoxStream};
+use futures::{
+    StreamExt,
+    stream::{self, BoxStream},
+};
 use keiki_types::{
     SandboxId,
-    api::{ExecRequest, ExecResult},
+    api::{ErrorBody, ExecRequest, ExecResult},
 };
 use reqwest::Method;
 use serde::Deserialize;
-use std::{
-    pin::Pin,
-    task::{Context, Poll},
-};
 
 /// Output of a command. `Exit` is last.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,10 +31,7 @@ pub enum ExecEvent {
 /// The output of a command. If it breaks off without `Exit`, the last item is
 /// [`Error::Interrupted`]. Dropping the stream before that kills the command and its children,
 /// unless it runs in the background.
-pub struct ExecStream {
-    events: BoxStream<'static, Result<Event>>,
-    over: bool,
-}
+pub type ExecStream = BoxStream<'static, Result<ExecEvent>>;
 
 impl Client {
     /// Runs a command to its end. Keeps 16 MiB of each stream; see `truncated`.
@@ -52,41 +48,24 @@ impl Client {
     /// Starts a command and returns its output, byte for byte and without limit.
     pub async fn exec_stream(&self, id: SandboxId, request: &ExecRequest) -> Result<ExecStream> {
         let post = self.request(Method::POST, &path(id, "/exec/stream")).json(request);
-        let response = self.send(post.header("accept", "text/event-stream")).await?;
-        Ok(ExecStream::new(response))
+        self.events_of(post).await.map(output)
     }
 }
 
-impl ExecStream {
-    pub(crate) fn new(response: reqwest::Response) -> Self {
-        Self { events: sse::events(response.bytes_stream()), over: false }
-    }
-}
-
-impl Stream for ExecStream {
-    type Item = Result<ExecEvent>;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        while !self.over {
-            let next = match self.events.poll_next_unpin(cx) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Some(event)) => event.and_then(|event| decode(&event)),
-                Poll::Ready(None) => Err(Error::Interrupted),
-            };
-            match next {
-                Ok(None) => {}
-                Ok(Some(event)) => {
-                    self.over = matches!(event, ExecEvent::Exit(_));
-                    return Poll::Ready(Some(Ok(event)));
-                }
-                Err(error) => {
-                    self.over = true;
-                    return Poll::Ready(Some(Err(error)));
-                }
+/// The output in the events of a command.
+pub(crate) fn output(events: BoxStream<'static, Result<Event>>) -> ExecStream {
+    let next = |events: Option<BoxStream<'static, Result<Event>>>| async move {
+        let mut events = events?;
+        loop {
+            let event = events.next().await.unwrap_or(Err(Error::Interrupted));
+            match event.and_then(|event| decode(&event)).transpose() {
+                None => {}
+                Some(last @ (Ok(ExecEvent::Exit(_)) | Err(_))) => return Some((last, None)),
+                Some(chunk) => return Some((chunk, Some(events))),
             }
         }
-        Poll::Ready(None)
-    }
+    };
+    stream::unfold(Some(events), next).boxed()
 }
 
 #[derive(Deserialize)]
@@ -99,11 +78,6 @@ struct Chunk {
 #[derive(Deserialize)]
 struct Exit {
     exit_code: i32,
-}
-
-#[derive(Deserialize)]
-struct Failed {
-    error: String,
 }
 
 /// None for events unknown to this version.
@@ -127,7 +101,7 @@ fn decode(event: &Event) -> Result<Option<ExecEvent>> {
             Ok(Some(ExecEvent::Exit(exit.exit_code)))
         }
         "error" => {
-            let Failed { error } = serde_json::from_str(&event.data).map_err(unclear)?;
+            let ErrorBody { error, .. } = serde_json::from_str(&event.data).map_err(unclear)?;
             let timeout = error.to_lowercase().contains("timeout");
             Err(if timeout { Error::CommandTimeout(error) } else { Error::Command(error) })
         }
@@ -137,7 +111,7 @@ fn decode(event: &Event) -> Result<Option<ExecEvent>> {
 
 #[cfg(test)]
 mod tests {
-    use super::{ExecEvent, ExecStream, decode};
+    use super::{ExecEvent, decode, output};
     use crate::{
         error::{Error, Result},
         sse::Event,
@@ -170,8 +144,7 @@ mod tests {
     #[tokio::test]
     async fn a_stream_without_exit_is_interrupted() {
         let events: Vec<Result<Event>> = vec![Ok(event("stdout", r#"{"chunk":"a"}"#))];
-        let stream = ExecStream { events: stream::iter(events).boxed(), over: false };
-        let all: Vec<_> = stream.collect().await;
+        let all: Vec<_> = output(stream::iter(events).boxed()).collect().await;
         assert_eq!(all.len(), 2);
         assert!(matches!(all[1], Err(Error::Interrupted)));
     }

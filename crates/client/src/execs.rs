@@ -1,6 +1,11 @@
 //! Background commands.
 
-use crate::{error::Result, exec::ExecStream, sandboxes::path, transport::Client};
+use crate::{
+    error::Result,
+    exec::{ExecStream, output},
+    sandboxes::path,
+    transport::Client,
+};
 use bytes::Bytes;
 use keiki_types::{
     SandboxId,
@@ -43,8 +48,7 @@ impl Client {
             From::Tail(bytes) => vec![("tail", bytes)],
         };
         let request = self.request(Method::GET, &at(id, exec, "/stream")).query(&query);
-        let response = self.send(request.header("accept", "text/event-stream")).await?;
-        Ok(ExecStream::new(response))
+        self.events_of(request).await.map(output)
     }
 
     /// Sends a signal to every process of a command.

@@ -3,7 +3,6 @@
 use crate::{
     error::{Error, Result},
     sandboxes::path as at,
-    sse,
     transport::Client,
 };
 use bytes::Bytes;
@@ -71,8 +70,7 @@ impl Client {
     /// Reads a file or directory as a tar stream.
     pub async fn read_archive(&self, id: SandboxId, path: &str) -> Result<BoxStream<'static, Result<Bytes>>> {
         let request = self.request(Method::GET, &at(id, "/archive")).query(&[("path", path)]);
-        let response = self.send(request).await?;
-        Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
+        self.bytes(request).await
     }
 
     /// Unpacks a tar stream into a directory. A refused stream leaves nothing behind.
@@ -98,8 +96,7 @@ impl Client {
     ) -> Result<BoxStream<'static, Result<FsEvent>>> {
         let request = self.request(Method::GET, &at(id, "/fs/watch"));
         let request = request.query(&[("path", path)]).query(&[("recursive", recursive)]);
-        let response = self.send(request.header("accept", "text/event-stream")).await?;
-        let events = sse::events(response.bytes_stream()).map(|event| {
+        let events = self.events_of(request).await?.map(|event| {
             let event = event?;
             let unclear =
                 |error: serde_json::Error| Error::Protocol(format!("{} event: {error}", event.event));

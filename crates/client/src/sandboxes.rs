@@ -1,10 +1,6 @@
 //! Sandboxes.
 
-use crate::{
-    error::{Error, Result},
-    sse,
-    transport::Client,
-};
+use crate::{error::Result, transport::Client};
 use futures::{StreamExt, stream::BoxStream};
 use keiki_types::{
     SandboxId,
@@ -13,25 +9,15 @@ use keiki_types::{
         SandboxList, SetLifecycle, Snapshot, Version,
     },
 };
-use reqwest::Method;
-use serde::Deserialize;
+use reqwest::{Method, RequestBuilder};
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum LogStream {
-    #[default]
     Both,
     Stdout,
     Stderr,
-}
-
-impl LogStream {
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::Both => "both",
-            Self::Stdout => "stdout",
-            Self::Stderr => "stderr",
-        }
-    }
 }
 
 pub(crate) fn path(id: SandboxId, rest: &str) -> String {
@@ -116,9 +102,7 @@ impl Client {
         id: SandboxId,
         stream: LogStream,
     ) -> Result<BoxStream<'static, Result<bytes::Bytes>>> {
-        let query = [("stream", stream.as_str()), ("follow", "false")];
-        let response = self.send(self.request(Method::GET, &path(id, "/logs")).query(&query)).await?;
-        Ok(response.bytes_stream().map(|chunk| chunk.map_err(Error::Transport)).boxed())
+        self.bytes(self.logs_request(id, stream, false)).await
     }
 
     /// The log so far and new output, line by line.
@@ -131,14 +115,16 @@ impl Client {
         struct Line {
             line: String,
         }
-        let query = [("stream", stream.as_str()), ("follow", "true")];
-        let request = self.request(Method::GET, &path(id, "/logs")).query(&query);
-        let response = self.send(request.header("accept", "text/event-stream")).await?;
-        let lines = sse::events(response.bytes_stream()).map(|event| {
+        let lines = self.events_of(self.logs_request(id, stream, true)).await?.map(|event| {
             let data = event?.data;
             Ok(serde_json::from_str::<Line>(&data).map_or(data, |line| line.line))
         });
         Ok(lines.boxed())
+    }
+
+    fn logs_request(&self, id: SandboxId, stream: LogStream, follow: bool) -> RequestBuilder {
+        let request = self.request(Method::GET, &path(id, "/logs"));
+        request.query(&[("stream", stream)]).query(&[("follow", follow)])
     }
 
     /// Version and engine of the node.

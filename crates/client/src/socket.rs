@@ -2,9 +2,8 @@
 
 use crate::{
     error::{Error, Result},
-    transport::Client,
+    transport::{Client, refused},
 };
-use serde::Deserialize;
 use tokio::net::TcpStream;
 use tokio_tungstenite::{
     MaybeTlsStream, WebSocketStream,
@@ -30,7 +29,7 @@ impl Client {
             })?;
             handshake.headers_mut().insert(http::header::AUTHORIZATION, value);
         }
-        let (socket, answer) = tokio_tungstenite::connect_async(handshake).await.map_err(refused)?;
+        let (socket, answer) = tokio_tungstenite::connect_async(handshake).await.map_err(not_opened)?;
         let exec = answer.headers().get("x-keiki-exec").and_then(|id| id.to_str().ok()).map(Into::into);
         Ok((socket, exec))
     }
@@ -41,17 +40,7 @@ pub(crate) fn broken(error: tungstenite::Error) -> Error {
 }
 
 /// A refused handshake has the body of any other error.
-fn refused(error: tungstenite::Error) -> Error {
-    #[derive(Deserialize)]
-    struct Body {
-        error: String,
-    }
+fn not_opened(error: tungstenite::Error) -> Error {
     let tungstenite::Error::Http(response) = &error else { return broken(error) };
-    let status = response.status().as_u16();
-    let body = response.body().as_deref().unwrap_or_default();
-    let message = match serde_json::from_slice::<Body>(body) {
-        Ok(body) => body.error,
-        Err(_) => format!("the node answered {status} without a reason"),
-    };
-    Error::Api { status, message, console: None, retry_after: None }
+    refused(response.status().as_u16(), response.body().as_deref().unwrap_or_default(), None)
 }

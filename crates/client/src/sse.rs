@@ -1,7 +1,8 @@
 //! Server-sent events.
 
 use crate::error::{Error, Result};
-use futures::{Stream, StreamExt, stream::BoxStream};
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt, stream::BoxStream};
 use std::collections::VecDeque;
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -75,18 +76,15 @@ impl Parser {
     }
 }
 
-pub(crate) fn events(
-    body: impl Stream<Item = reqwest::Result<bytes::Bytes>> + Send + 'static,
-) -> BoxStream<'static, Result<Event>> {
-    let state = (body.boxed(), Parser::default());
-    futures::stream::try_unfold(state, |(mut body, mut parser)| async move {
+/// The events in a body.
+pub(crate) fn events(body: BoxStream<'static, Result<Bytes>>) -> BoxStream<'static, Result<Event>> {
+    futures::stream::try_unfold((body, Parser::default()), |(mut body, mut parser)| async move {
         loop {
             if let Some(event) = parser.pop() {
                 return Ok(Some((event, (body, parser))));
             }
-            match body.next().await {
-                Some(Ok(bytes)) => parser.push(&bytes)?,
-                Some(Err(error)) => return Err(Error::Transport(error)),
+            match body.try_next().await? {
+                Some(bytes) => parser.push(&bytes)?,
                 None => return Ok(None),
             }
         }

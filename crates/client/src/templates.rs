@@ -1,6 +1,6 @@
 //! Templates and their builds.
 
-use crate::{error::Result, sse, transport::Client};
+use crate::{error::Result, transport::Client};
 use futures::{StreamExt, stream::BoxStream};
 use keiki_types::{
     TemplateName,
@@ -50,16 +50,14 @@ impl Client {
 
     /// One build.
     pub async fn build(&self, id: &str) -> Result<Build> {
-        let request = self.request(Method::GET, &format!("/v1/templates/builds/{}", segment(id)));
-        self.json(request).await
+        self.get(&format!("/v1/templates/builds/{}", segment(id))).await
     }
 
     /// The log of a build, from start to end.
     pub async fn build_log(&self, id: &str) -> Result<BoxStream<'static, Result<String>>> {
         let path = format!("/v1/templates/builds/{}/logs?follow=1", segment(id));
-        let request = self.request(Method::GET, &path).header("accept", "text/event-stream");
-        let response = self.send(request).await?;
-        let lines = sse::events(response.bytes_stream()).map(|event| event.map(|event| event.data));
+        let events = self.events_of(self.request(Method::GET, &path)).await?;
+        let lines = events.map(|event| event.map(|event| event.data));
         let until_end = |line: &Result<String>| {
             let go_on = !matches!(line, Ok(line) if line == "end");
             async move { go_on }

@@ -3,9 +3,13 @@
 use crate::{
     error::{Error, Result},
     retry::{self, Retry},
+    sse,
 };
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt, stream::BoxStream};
+use keiki_types::api::ErrorBody;
 use reqwest::{Method, RequestBuilder, Response, header::RETRY_AFTER};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Serialize, de::DeserializeOwned};
 use std::{sync::Arc, time::Duration};
 
 /// Connecting to a node takes milliseconds or never succeeds.
@@ -115,6 +119,20 @@ impl Client {
         if response.status().is_success() { Ok(response) } else { Err(refusal(response).await) }
     }
 
+    /// Sends, and returns the body as it arrives.
+    pub(crate) async fn bytes(&self, request: RequestBuilder) -> Result<BoxStream<'static, Result<Bytes>>> {
+        let response = self.send(request).await?;
+        Ok(response.bytes_stream().map_err(Error::Transport).boxed())
+    }
+
+    /// Sends, and returns the server-sent events of the answer.
+    pub(crate) async fn events_of(
+        &self,
+        request: RequestBuilder,
+    ) -> Result<BoxStream<'static, Result<sse::Event>>> {
+        self.bytes(request.header("accept", "text/event-stream")).await.map(sse::events)
+    }
+
     pub(crate) async fn json<T: DeserializeOwned>(&self, request: RequestBuilder) -> Result<T> {
         let response = self.send(request).await?;
         let body = response.bytes().await.map_err(Error::Transport)?;
@@ -156,13 +174,6 @@ impl std::fmt::Debug for Client {
     }
 }
 
-#[derive(Deserialize)]
-struct RefusalBody {
-    error: String,
-    #[serde(default)]
-    console: Option<String>,
-}
-
 async fn refusal(response: Response) -> Error {
     let status = response.status().as_u16();
     let retry_after = response
@@ -170,8 +181,12 @@ async fn refusal(response: Response) -> Error {
         .get(RETRY_AFTER)
         .and_then(|value| value.to_str().ok()?.trim().parse::<f64>().ok())
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    let body = bounded_body(response).await;
-    let (message, console) = match serde_json::from_slice::<RefusalBody>(&body) {
+    refused(status, &bounded_body(response).await, retry_after)
+}
+
+/// What a refusal with this body says.
+pub(crate) fn refused(status: u16, body: &[u8], retry_after: Option<Duration>) -> Error {
+    let (message, console) = match serde_json::from_slice::<ErrorBody>(body) {
         Ok(body) if !body.error.is_empty() => (body.error, body.console),
         _ => (format!("the node answered {status} without a reason"), None),
     };

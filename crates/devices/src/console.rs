@@ -134,10 +134,6 @@ impl Console {
         })
     }
 
-    pub fn is_connected(&self) -> bool {
-        self.connection.is_some()
-    }
-
     fn accept(&mut self) -> io::Result<()> {
         let Some(watcher) = &self.watcher else { return Ok(()) };
         let socket = match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {

@@ -327,15 +327,7 @@ impl Guest for Agent {
             }
             Err(FileError::CutOff)
         });
-        let mut next = Some((first.data, first.commit));
-        while let Some((data, commit)) = next {
-            // If this fails, the writer has failed and reports why.
-            if sender.send((data, commit)).await.is_err() || commit {
-                break;
-            }
-            next = chunks.message().await?.map(|chunk| (chunk.data, chunk.commit));
-        }
-        drop(sender);
+        feed((first.data, first.commit), chunks, |chunk| (chunk.data, chunk.commit), sender).await?;
         let bytes = writer.await.map_err(lost)?.map_err(file_status)?;
         Ok(Response::new(WriteReply { bytes }))
     }
@@ -397,15 +389,7 @@ impl Guest for Agent {
         let (sender, pieces) = mpsc::channel(PIECES);
         let path = first.path;
         let unpacking = spawn_blocking(move || archive::unpack(&path, options, pieces));
-        let mut next = Some((first.data, first.commit));
-        while let Some((data, commit)) = next {
-            // If this fails, unpacking has failed and reports why.
-            if sender.send((data, commit)).await.is_err() || commit {
-                break;
-            }
-            next = chunks.message().await?.map(|chunk| (chunk.data, chunk.commit));
-        }
-        drop(sender);
+        feed((first.data, first.commit), chunks, |chunk| (chunk.data, chunk.commit), sender).await?;
         let Counts { files, dirs, symlinks, bytes, .. } =
             unpacking.await.map_err(lost)?.map_err(file_status)?;
         Ok(Response::new(UnpackReply { files, dirs, symlinks, bytes }))
@@ -467,6 +451,24 @@ fn follow(reader: Reader) -> Events {
         let event = reader.next().await?;
         Some((event, reader))
     }))
+}
+
+/// Passes on the pieces of a stream, each with whether it is the last, until the last one.
+async fn feed<T>(
+    first: (Bytes, bool),
+    mut chunks: Streaming<T>,
+    piece: fn(T) -> (Bytes, bool),
+    sender: mpsc::Sender<(Bytes, bool)>,
+) -> Result<(), Status> {
+    let mut next = Some(first);
+    while let Some((data, commit)) = next {
+        // If this fails, the receiver has failed and reports why.
+        if sender.send((data, commit)).await.is_err() || commit {
+            break;
+        }
+        next = chunks.message().await?.map(piece);
+    }
+    Ok(())
 }
 
 fn done((): ()) -> Done {

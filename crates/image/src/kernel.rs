@@ -2,7 +2,7 @@
 
 use crate::{
     Builder,
-    apt::{Apt, Package},
+    apt::{Apt, Package, host_mirror},
     cache,
     error::{Error, Result, io_error},
     spec::SUITE,
@@ -35,7 +35,7 @@ pub(crate) fn build(builder: &Builder) -> Result<Kernel> {
         return open(&part);
     }
     builder.say("kernel: looking for the newest package");
-    let apt = Apt::open(builder, &builder.mirror()?, &suite)?;
+    let apt = Apt::open(builder, &host_mirror()?, &suite)?;
     let package = resolve(&apt)?;
     let what =
         format!("kernel: downloading {} {} ({} MiB)", package.name, package.version, package.size >> 20);

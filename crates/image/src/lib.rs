@@ -16,7 +16,7 @@
 //!
 //! The host is not changed: packages come through a separate apt configuration (sources, lists and
 //! archives in the cache) and are unpacked, not installed; nothing is mounted. The mirror is the
-//! one that the host uses, see [`Builder::with_mirror`].
+//! one that the host uses.
 //!
 //! Calls block, some for a minute.
 
@@ -57,7 +57,6 @@ pub type Progress = Arc<dyn Fn(&str) + Send + Sync>;
 pub struct Builder {
     cache: Cache,
     progress: Progress,
-    mirror: Option<String>,
     refresh: bool,
 }
 
@@ -77,14 +76,7 @@ pub struct Template {
 impl Builder {
     /// A builder that keeps finished parts in `cache` and reports its progress line by line.
     pub fn new(cache: impl Into<PathBuf>, progress: Progress) -> Self {
-        Self { cache: Cache::new(cache.into()), progress, mirror: None, refresh: false }
-    }
-
-    /// Uses this package mirror instead of the one in the host's apt configuration.
-    #[must_use]
-    pub fn with_mirror(mut self, mirror: impl Into<String>) -> Self {
-        self.mirror = Some(mirror.into());
-        self
+        Self { cache: Cache::new(cache.into()), progress, refresh: false }
     }
 
     /// Rebuilds finished parts, to get newer packages.
@@ -160,12 +152,5 @@ impl Builder {
     fn say(&self, line: impl AsRef<str>) {
         tracing::debug!(line = line.as_ref(), "image");
         (self.progress)(line.as_ref());
-    }
-
-    fn mirror(&self) -> Result<String> {
-        match &self.mirror {
-            Some(mirror) => Ok(mirror.trim_end_matches('/').to_owned()),
-            None => apt::host_mirror(),
-        }
     }
 }

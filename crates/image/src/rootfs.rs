@@ -155,7 +155,7 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     args.push(format!("--customize-hook={copy_out}"));
     args.push(spec.suite.clone());
     args.push(tree.display().to_string());
-    args.extend(sources(builder, &spec.suite)?);
+    args.extend(sources(&spec.suite)?);
     say(1, "reading the package lists");
     // No SOURCE_DATE_EPOCH: with it, Python's compiled files would check their source by hash at
     // each import.
@@ -172,11 +172,9 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
 
 /// The sources, also for the guest's apt: the mirror of this host, with security updates if it has
 /// them.
-fn sources(builder: &Builder, suite: &str) -> Result<Vec<String>> {
-    let mut sources = vec![format!("deb {} {suite} main", builder.mirror()?)];
-    if builder.mirror.is_none() {
-        sources.extend(apt::host_security_mirror().map(|uri| format!("deb {uri} {suite}-security main")));
-    }
+fn sources(suite: &str) -> Result<Vec<String>> {
+    let mut sources = vec![format!("deb {} {suite} main", apt::host_mirror()?)];
+    sources.extend(apt::host_security_mirror().map(|uri| format!("deb {uri} {suite}-security main")));
     Ok(sources)
 }
 

@@ -190,11 +190,6 @@ impl Slots {
         let _ = done.await;
     }
 
-    /// Removes a slot that could not be adopted.
-    pub async fn discard(&self, index: u16) {
-        self.inner.free(index).await;
-    }
-
     /// Stops the pool and removes all slots that are not in `keep`, and everything on the host if
     /// `keep` is empty. Slots in `keep` have no name server until the next start adopts them.
     pub async fn stop(&self, keep: &[u16]) {

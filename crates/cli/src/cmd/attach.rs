@@ -13,10 +13,8 @@ use keiki_client::{Client, From, SandboxId};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Command id, from `keiki ps`
-    #[arg(value_name = "EXEC")]
     pub exec: String,
     /// Skip this many bytes of standard output
     #[arg(long, value_name = "BYTES", conflicts_with = "tail")]

@@ -3,7 +3,7 @@
 use super::undo::make_or_undo;
 use crate::{
     context::Context,
-    exit::{ExitCode, Failure, Outcome},
+    exit::{Failure, Outcome},
     text::{map, parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
@@ -14,7 +14,6 @@ use keiki_client::{
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Template to start from [default: base]
-    #[arg(value_name = "TEMPLATE")]
     pub template: Option<String>,
     #[command(flatten)]
     pub life: Life,
@@ -72,12 +71,9 @@ pub async fn run(context: Context, args: Args) -> Outcome {
 
 /// Prints the id of a new sandbox, and on stderr how long it took.
 pub fn shown(context: &Context, sandbox: &Sandbox) -> Outcome {
-    context.out.show(sandbox, || sandbox.id.to_string())?;
-    if !context.out.is_json() {
-        let timings = sandbox.timings.clone().unwrap_or_default();
-        context.out.note(&format!("{} in {} ms{}", sandbox.boot_mode, sandbox.boot_ms, took(&timings)));
-    }
-    Ok(ExitCode::Success as i32)
+    let timings = sandbox.timings.clone().unwrap_or_default();
+    let how = format!("{} in {} ms{}", sandbox.boot_mode, sandbox.boot_ms, took(&timings));
+    context.out.made(sandbox, || sandbox.id.to_string(), &how)
 }
 
 /// ` (vCPU pause 1.0 ms, thaw 2.0 ms)`, with the parts that were measured.

@@ -2,9 +2,8 @@
 
 use crate::{
     context::Context,
-    exit::{ExitCode, Failure, Outcome},
+    exit::{ExitCode, Outcome},
     ids::short,
-    printer::Printer,
     signals::unless_interrupted,
     text,
 };
@@ -14,7 +13,6 @@ use keiki_client::api::Event;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id [default: all sandboxes]
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: Option<String>,
     /// Follow new events
     #[arg(short, long)]
@@ -40,26 +38,18 @@ pub async fn run(context: Context, args: Args) -> Outcome {
     }
     unless_interrupted(async {
         for event in &past {
-            show(context.out, event)?;
+            context.out.item(event, || line(event))?;
         }
         let since = past.last().map(|event| event.seq).or(args.since).unwrap_or(0);
         let mut events = context.client.follow_events(of, Some(since)).await?;
         while let Some(event) = events.next().await {
-            show(context.out, &event?)?;
+            let event = event?;
+            context.out.item(&event, || line(&event))?;
         }
         Ok(())
     })
     .await?;
     Ok(ExitCode::Success as i32)
-}
-
-/// Prints one line, of text or JSON.
-fn show(out: Printer, event: &Event) -> Result<(), Failure> {
-    if out.is_json() {
-        let text = serde_json::to_string(event).map_err(|error| Failure::Output(error.into()))?;
-        return out.line(&text);
-    }
-    out.line(&line(event))
 }
 
 fn line(event: &Event) -> String {

@@ -3,14 +3,14 @@
 use crate::{
     context::Context,
     exit::{Failure, Outcome, io_error},
-    printer::{Output, Target},
+    printer::Output,
     signals::unless_interrupted,
     text::{parse_duration, parse_env},
 };
 use base64::Engine as _;
 use futures::StreamExt;
 use keiki_client::{
-    Client, ExecEvent, ExecStream, SandboxId,
+    ExecEvent, ExecStream, SandboxId,
     api::{ExecRequest, execs::StartExec},
 };
 use std::{io::Read, time::Duration};
@@ -29,7 +29,6 @@ pub struct Args {
     #[arg(long, requires = "detach")]
     pub stdin_open: bool,
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     #[command(flatten)]
     pub line: Line,
@@ -136,38 +135,22 @@ pub async fn carry_out(context: &Context, id: SandboxId, request: &ExecRequest) 
         context.out.json(&result)?;
         return Ok(result.exit_code);
     }
-    streamed(&context.client, id, request).await
-}
-
-/// A signal drops the stream, which kills the command in the sandbox.
-async fn streamed(client: &Client, id: SandboxId, request: &ExecRequest) -> Outcome {
-    show(unless_interrupted(async { Ok(client.exec_stream(id, request).await?) }).await?).await
+    // A signal drops the stream, which kills the command in the sandbox.
+    show(unless_interrupted(async { Ok(context.client.exec_stream(id, request).await?) }).await?).await
 }
 
 /// Shows the output of a command. Returns its exit code.
 pub async fn show(mut events: ExecStream) -> Outcome {
-    let output = Output::start()?;
-    let outcome = unless_interrupted(async {
+    let (mut stdout, mut stderr) = (Output::stdout()?, Output::stderr()?);
+    unless_interrupted(async {
         while let Some(event) = events.next().await {
-            let (target, chunk) = match event? {
-                ExecEvent::Stdout(chunk) => (Target::Stdout, chunk),
-                ExecEvent::Stderr(chunk) => (Target::Stderr, chunk),
-                ExecEvent::Exit(code) => return Ok(Some(code)),
-            };
-            if !output.write(target, chunk).await {
-                return Ok(None);
+            match event? {
+                ExecEvent::Stdout(chunk) => stdout.write(&chunk).await?,
+                ExecEvent::Stderr(chunk) => stderr.write(&chunk).await?,
+                ExecEvent::Exit(code) => return Ok(code),
             }
         }
-        Ok(None)
+        Err(keiki_client::Error::Interrupted.into())
     })
-    .await;
-    if let Err(Failure::Signal(_)) = outcome {
-        // The reader may have stalled, and the user asked to stop.
-        return outcome.map(|_| 0);
-    }
-    output.finish().await?;
-    match outcome? {
-        Some(code) => Ok(code),
-        None => Err(keiki_client::Error::Interrupted.into()),
-    }
+    .await
 }

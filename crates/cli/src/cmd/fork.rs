@@ -3,7 +3,7 @@
 use super::{create::took, undo::make_or_undo};
 use crate::{
     context::Context,
-    exit::{ExitCode, Outcome},
+    exit::Outcome,
     text::{map, parse_pair, parse_secret, parse_ttl},
 };
 use keiki_client::{
@@ -14,7 +14,6 @@ use keiki_client::{
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Number of children, all forked at the same instant
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=MAX_FORK))]
@@ -47,13 +46,8 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         Ok(())
     };
     let forked = make_or_undo(&context.client, "forking", making, undo).await?;
-    context.out.show(&forked, || {
-        let ids: Vec<String> = forked.children.iter().map(|child| child.id.to_string()).collect();
-        ids.join("\n")
-    })?;
-    if !context.out.is_json() {
-        let (count, timings) = (forked.children.len(), &forked.timings);
-        context.out.note(&format!("forked {count} in {:.0} ms{}", timings.total_ms, took(timings)));
-    }
-    Ok(ExitCode::Success as i32)
+    let ids: Vec<String> = forked.children.iter().map(|child| child.id.to_string()).collect();
+    let timings = &forked.timings;
+    let how = format!("forked {} in {:.0} ms{}", ids.len(), timings.total_ms, took(timings));
+    context.out.made(&forked, || ids.join("\n"), &how)
 }

@@ -26,7 +26,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// [[ADDRESS:]LOCAL:]REMOTE: forward local port LOCAL (0 picks one) to port REMOTE in the
     /// sandbox

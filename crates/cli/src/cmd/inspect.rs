@@ -10,7 +10,6 @@ use serde_json::Value;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox or snapshot id
-    #[arg(value_name = "ID")]
     pub id: String,
 }
 

@@ -12,7 +12,6 @@ pub struct Args {
     #[arg(short, long, value_name = "SIGNAL", default_value = "TERM")]
     pub signal: String,
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Command ids, from `keiki ps`
     #[arg(value_name = "EXEC", required = true)]

@@ -3,8 +3,9 @@
 use crate::{
     context::Context,
     exit::{ExitCode, Outcome},
-    printer::{Output, Target},
+    printer::Output,
     signals::unless_interrupted,
+    text::one_of,
 };
 use bytes::Bytes;
 use futures::StreamExt;
@@ -13,61 +14,45 @@ use keiki_client::LogStream;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Follow new output
     #[arg(short, long)]
     pub follow: bool,
     /// Stream to show
-    #[arg(long, value_enum, default_value_t)]
-    pub stream: Stream,
+    #[arg(long, value_parser = one_of::<LogStream, 3>(STREAMS), default_value = "both")]
+    pub stream: LogStream,
 }
 
-#[derive(Debug, Clone, Copy, Default, clap::ValueEnum)]
-pub enum Stream {
-    /// Both streams
-    #[default]
-    Both,
-    /// Standard output
-    Stdout,
-    /// Standard error
-    Stderr,
-}
+const STREAMS: [(&str, &str); 3] =
+    [("both", "Both streams"), ("stdout", "Standard output"), ("stderr", "Standard error")];
 
 pub async fn run(context: Context, args: Args) -> Outcome {
     let id = context.sandbox_id(&args.sandbox).await?;
-    let stream = match args.stream {
-        Stream::Both => LogStream::Both,
-        Stream::Stdout => LogStream::Stdout,
-        Stream::Stderr => LogStream::Stderr,
-    };
     let json = context.out.is_json();
-    let output = Output::start()?;
+    let mut output = Output::stdout()?;
     unless_interrupted(async {
         let mut chunks = if args.follow {
-            let lines = context.client.follow_logs(id, stream).await?;
+            let lines = context.client.follow_logs(id, args.stream).await?;
             lines.map(move |line| line.map(|line| line_bytes(&line, json))).boxed()
         } else {
-            context.client.logs(id, stream).await?
+            context.client.logs(id, args.stream).await?
         };
         let mut all = Vec::new();
         while let Some(chunk) = chunks.next().await {
             let chunk = chunk?;
             if json && !args.follow {
                 all.extend_from_slice(&chunk);
-            } else if !output.write(Target::Stdout, chunk).await {
-                break;
+            } else {
+                output.write(&chunk).await?;
             }
         }
         if json && !args.follow {
             let text = String::from_utf8_lossy(&all);
             context.out.json(&text.lines().collect::<Vec<_>>())?;
         }
-        Ok(())
+        Ok(ExitCode::Success as i32)
     })
-    .await?;
-    output.finish().await?;
-    Ok(ExitCode::Success as i32)
+    .await
 }
 
 /// One line, of text or JSON.

@@ -5,7 +5,6 @@ use crate::{context::Context, exit::Outcome, printer::table, text};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
 }
 

@@ -10,7 +10,6 @@ const SHOWN: usize = 60;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Include commands that have exited
     #[arg(short, long)]

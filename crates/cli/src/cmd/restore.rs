@@ -7,7 +7,6 @@ use keiki_client::api::CreateSandbox;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Snapshot id
-    #[arg(value_name = "SNAPSHOT")]
     pub snapshot: String,
     #[command(flatten)]
     pub life: Life,

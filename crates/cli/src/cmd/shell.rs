@@ -11,7 +11,7 @@ use crate::{
     exit::{ExitCode, Failure, Outcome, io_error},
     ids::short,
     input,
-    printer::{Output, Target},
+    printer::Output,
     signals::interrupted,
 };
 use keiki_client::{Pty, PtyEvent, PtyOutput, PtyRequest, SandboxId};
@@ -22,7 +22,6 @@ use tokio::signal::unix::{SignalKind, signal};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Working directory [default: the user's home]
     #[arg(short = 'w', long, value_name = "DIR")]
@@ -191,25 +190,18 @@ impl Matcher {
 }
 
 async fn show(mut pty: PtyOutput) -> Result<End, Failure> {
-    let screen = Output::start()?;
-    let ended = loop {
+    let mut screen = Output::stdout()?;
+    loop {
         match pty.next().await? {
-            PtyEvent::Output(bytes) => {
-                if !screen.write(Target::Stdout, bytes).await {
-                    break None;
-                }
-            }
-            PtyEvent::Exit(code) => break Some(End::Exit(code)),
-            PtyEvent::Detached => break Some(End::Detached),
+            PtyEvent::Output(bytes) => screen.write(&bytes).await?,
+            PtyEvent::Exit(code) => return Ok(End::Exit(code)),
+            PtyEvent::Detached => return Ok(End::Detached),
         }
-    };
-    screen.finish().await?;
-    ended.ok_or_else(|| keiki_client::Error::Interrupted.into())
+    }
 }
 
 fn window() -> Result<(u32, u32), Failure> {
-    let size = tcgetwinsize(io::stdout())
-        .map_err(|error| Failure::Io { what: "cannot read the window size".into(), source: error.into() })?;
+    let size = tcgetwinsize(io::stdout()).map_err(io_error("cannot read the window size"))?;
     // A terminal that does not know its size reports 0; the node takes at most 1000.
     let or = |value: u16, default: u32| if value == 0 { default } else { u32::from(value).min(1000) };
     Ok((or(size.ws_col, 80), or(size.ws_row, 24)))
@@ -222,16 +214,13 @@ struct RawTerminal {
 
 impl RawTerminal {
     fn enter() -> Result<Self, Failure> {
-        let failed = |error: rustix::io::Errno| Failure::Io {
-            what: "cannot set up the terminal".into(),
-            source: error.into(),
-        };
-        let before = tcgetattr(io::stdin()).map_err(failed)?;
+        let failed = || io_error("cannot set up the terminal");
+        let before = tcgetattr(io::stdin()).map_err(failed())?;
         let mut raw = before.clone();
         raw.make_raw();
         let guard = Self { before };
         // Keys already typed are for the sandbox.
-        tcsetattr(io::stdin(), OptionalActions::Drain, &raw).map_err(failed)?;
+        tcsetattr(io::stdin(), OptionalActions::Drain, &raw).map_err(failed())?;
         Ok(guard)
     }
 }

@@ -38,7 +38,6 @@ pub enum Action {
 #[derive(Debug, clap::Args)]
 pub struct BuildArgs {
     /// Template name
-    #[arg(value_name = "NAME")]
     pub name: TemplateName,
     /// vCPUs [default: the template's]
     #[arg(long)]

@@ -104,19 +104,16 @@ fn usage(sandbox: &Sandbox, before: &Sample, now: &Sample) -> Usage {
 }
 
 fn show(context: &Context, used: &[Usage], once: bool, full: bool) -> Result<(), Failure> {
-    if context.out.is_json() {
-        return if once {
-            context.out.json(used)
-        } else {
-            let line = serde_json::to_string(used).map_err(|error| Failure::Output(error.into()))?;
-            context.out.line(&line)
-        };
+    if once && context.out.is_json() {
+        return context.out.json(used);
     }
     let now = OffsetDateTime::now_utc();
     let headings = ["ID", "TEMPLATE", "STATUS", "CPU", "RAM", "PRIVATE", "SHARED", "PSS", "AGE", "IDLE"];
-    let rows = table(headings, used.iter().map(|usage| row(usage, now, full)));
     let redraw = if once { "" } else { REDRAW };
-    context.out.line(&format!("{redraw}{rows}\n\n{}", summary(used)))
+    context.out.item(used, || {
+        let rows = table(headings, used.iter().map(|usage| row(usage, now, full)));
+        format!("{redraw}{rows}\n\n{}", summary(used))
+    })
 }
 
 fn row(usage: &Usage, now: OffsetDateTime, full: bool) -> [String; 10] {

@@ -10,7 +10,6 @@ use keiki_client::api::SetLifecycle;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// New TTL, e.g. 30m: how long it may be idle; starts over
     #[arg(value_name = "TTL", value_parser = parse_ttl)]

@@ -14,7 +14,6 @@ const OPENERS: [&str; 3] = ["xdg-open", "wslview", "open"];
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// Port in the sandbox
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]

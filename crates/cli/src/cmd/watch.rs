@@ -14,10 +14,8 @@ pub struct Args {
     #[arg(short, long)]
     pub recursive: bool,
     /// Sandbox id
-    #[arg(value_name = "SANDBOX")]
     pub sandbox: String,
     /// File or directory in the sandbox
-    #[arg(value_name = "PATH")]
     pub path: String,
 }
 
@@ -27,14 +25,10 @@ pub async fn run(context: Context, args: Args) -> Outcome {
         let mut events = context.client.watch(id, &args.path, args.recursive).await?;
         while let Some(event) = events.next().await {
             let event = event?;
-            if context.out.is_json() {
-                // One object per line: the stream has no end.
-                let line = serde_json::to_string(&event).unwrap_or_default();
-                context.out.line(&line)?;
-            } else if event.kind == "ready" {
+            if event.kind == "ready" && !context.out.is_json() {
                 context.out.note(&format!("watching {}", plain(&event.path)));
             } else {
-                context.out.line(&line(&event))?;
+                context.out.item(&event, || line(&event))?;
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use super::{check::Check, programs::find};
 use crate::text::bytes;
-use std::{io::Write, path::Path};
+use std::path::Path;
 
 const GIB: u64 = 1 << 30;
 
@@ -12,18 +12,9 @@ pub(super) fn checks(data_dir: &Path) -> Vec<Check> {
     vec![reflinks(there), room(there)]
 }
 
-/// Clones one temporary file to another, the only sure way to know.
-fn can_clone(dir: &Path) -> std::io::Result<bool> {
-    let mut from = tempfile::tempfile_in(dir)?;
-    from.write_all(&[1; 4096])?;
-    from.sync_all()?;
-    let to = tempfile::tempfile_in(dir)?;
-    Ok(rustix::fs::ioctl_ficlone(&to, &from).is_ok())
-}
-
 fn reflinks(dir: &Path) -> Check {
     let name = "reflinks";
-    match can_clone(dir) {
+    match keiki_sys::files::has_reflinks(dir) {
         Ok(true) => Check::ok(name, format!("supported at {}", dir.display())),
         Ok(false) if find("mkfs.xfs").is_some() && find("losetup").is_some() => Check::ok(
             name,

@@ -15,7 +15,8 @@ pub(super) fn overlay_node(node: &str, path: &Path, backing: &str) -> Value {
         "file": {"driver": "file", "filename": path, "read-only": true, "locking": "off"}})
 }
 
-/// The writable top. Its file is not locked: once it is a lower layer, the monitors of relatives
+/// The writable top. Without a backing it says so (`null`): if absent, the header would decide. Its
+/// file is not locked: once it is a lower layer, the monitors of relatives
 /// open it while this one still holds it.
 pub(super) fn top_node(node: &str, path: &Path, backing: Option<&str>) -> Value {
     json!({"driver": "qcow2", "node-name": node, "backing": backing, "discard": "unmap",

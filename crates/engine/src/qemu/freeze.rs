@@ -89,7 +89,6 @@ async fn prepare(vm: &QemuVm, record: &mut Record, image: &Image) -> Result<(Cop
     let node = node_name(&next);
     let dir = seen(user, &vm.paths);
     let add = disk::top_node(&node, &layer_path(&dir, &next), None);
-    let add = with_null_backing(add);
     vm.backend.monitor.qmp.run("blockdev-add", add).await?;
     Ok((copier, node))
 }
@@ -100,14 +99,6 @@ pub(super) fn node_name(layer: &str) -> String {
     // The last characters of a name are random, the first are its time.
     let tail = plain.len().saturating_sub(28);
     format!("n{}", plain.get(tail..).unwrap_or_default())
-}
-
-/// States that there is no backing: if absent, the header would decide.
-fn with_null_backing(mut node: serde_json::Value) -> serde_json::Value {
-    if let Some(fields) = node.as_object_mut() {
-        fields.insert("backing".into(), serde_json::Value::Null);
-    }
-    node
 }
 
 /// The pause. Whatever fails in it, the machine runs afterwards if it ran before.

@@ -29,10 +29,8 @@ pub struct Args {
     #[arg(short, long)]
     pub archive: bool,
     /// Local path, SANDBOX:/path, or - for a tar stream from standard input
-    #[arg(value_name = "FROM")]
     pub from: String,
     /// Local path, SANDBOX:/path, or - for a tar stream to standard output
-    #[arg(value_name = "TO")]
     pub to: String,
 }
 

@@ -4,7 +4,7 @@ use super::copier::Copier;
 use crate::{
     exit::{ExitCode, Failure, Outcome},
     input,
-    printer::{Output, Target},
+    printer::Output,
     signals::unless_interrupted,
 };
 use futures::StreamExt;
@@ -13,21 +13,15 @@ use tokio_stream::wrappers::ReceiverStream;
 
 /// Copies a path in a sandbox to standard output.
 pub(super) async fn write(client: &Client, id: SandboxId, path: &str) -> Outcome {
-    let output = Output::start()?;
-    let copied = unless_interrupted(async {
+    let mut output = Output::stdout()?;
+    unless_interrupted(async {
         let mut pieces = client.read_archive(id, path).await?;
         while let Some(piece) = pieces.next().await {
-            if !output.write(Target::Stdout, piece?).await {
-                break;
-            }
+            output.write(&piece?).await?;
         }
-        Ok(())
+        Ok(ExitCode::Success as i32)
     })
-    .await;
-    if !matches!(copied, Err(Failure::Signal(_))) {
-        output.finish().await?;
-    }
-    copied.map(|()| ExitCode::Success as i32)
+    .await
 }
 
 /// Unpacks standard input into a directory in a sandbox.

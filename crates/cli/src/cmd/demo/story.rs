@@ -11,7 +11,10 @@ use keiki_client::{
     api::{BuildTemplate, CreateSandbox, ForkSandbox, Timings},
 };
 use serde::Serialize;
-use std::{collections::BTreeSet, time::Instant};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
 const FORKS: usize = 4;
 /// Primes below 200,000.
@@ -86,18 +89,17 @@ impl<'a> Story<'a> {
         self.context.out.line(line)
     }
 
-    fn time(&mut self, step: &'static str, start: Instant, timings: Option<&Timings>) -> &mut Row {
-        let timings = timings.cloned().unwrap_or_default();
-        self.rows.push(Row {
-            step,
-            total_ms: start.elapsed().as_secs_f64() * 1000.0,
-            vcpu_pause_ms: timings.vcpu_pause_ms,
-            user_pause_ms: timings.user_pause_ms,
-            thaw_ms: timings.thaw_ms,
-            first_output_ms: None,
-        });
-        let last = self.rows.len() - 1;
-        &mut self.rows[last]
+    fn time(
+        &mut self,
+        step: &'static str,
+        total: Duration,
+        timings: Option<Timings>,
+        first_output: Option<Duration>,
+    ) {
+        let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+        let Timings { vcpu_pause_ms, user_pause_ms, thaw_ms, .. } = timings.unwrap_or_default();
+        let (total_ms, first_output_ms) = (ms(total), first_output.map(ms));
+        self.rows.push(Row { step, total_ms, vcpu_pause_ms, user_pause_ms, thaw_ms, first_output_ms });
     }
 
     async fn prepare_template(&self) -> Result<(), Failure> {
@@ -116,13 +118,11 @@ impl<'a> Story<'a> {
         let request = CreateSandbox { template: Some(self.template.to_string()), ..self.owned.request() };
         let start = Instant::now();
         let sandbox = client.create(&request).await?;
-        let total = Instant::now();
+        let total = start.elapsed();
         first_event(client, sandbox.id).await?;
-        let first = start.elapsed().as_secs_f64() * 1000.0;
+        let first = start.elapsed();
         let guest = Guest::find(client, sandbox.id).await?;
-        let row = self.time("create", start, sandbox.timings.as_ref());
-        row.total_ms = (total - start).as_secs_f64() * 1000.0;
-        row.first_output_ms = Some(first);
+        self.time("create", total, sandbox.timings, Some(first));
         self.print(&format!(
             "Created sandbox {}: a whole Linux machine, restored from its template",
             short(sandbox.id)
@@ -137,7 +137,7 @@ impl<'a> Story<'a> {
         let held = parent.held().await?;
         must(held.primes == PRIMES, || format!("the table holds {} primes, not {PRIMES}", held.primes))?;
         let built = parent.files().await?;
-        self.time("build state", start, None);
+        self.time("build state", start.elapsed(), None, None);
         drop(progress);
         self.print(&format!(
             "Built state in it: process {} with {} primes and a secret in RAM, 4 MiB on disk, 1 MiB in tmpfs",
@@ -151,7 +151,7 @@ impl<'a> Story<'a> {
         let before = parent.held().await?;
         let start = Instant::now();
         let snapshot = self.context.client.snapshot(parent.id).await?;
-        self.time("snapshot", start, snapshot.timings.as_ref());
+        self.time("snapshot", start.elapsed(), snapshot.timings, None);
         drop(progress);
         let after = parent.held_when("the parent continues", |held| held.counter > before.counter).await?;
         is_continuation(&before, &after)?;
@@ -170,20 +170,18 @@ impl<'a> Story<'a> {
         let request = ForkSandbox { count: Some(FORKS as i64), ..Default::default() };
         let start = Instant::now();
         let forked = client.fork(parent.id, &request).await?;
-        let total = Instant::now();
+        let total = start.elapsed();
         try_join_all(forked.children.iter().map(|child| first_event(&client, child.id))).await?;
-        let first = start.elapsed().as_secs_f64() * 1000.0;
+        let first = start.elapsed();
         drop(progress);
         must(forked.children.len() == FORKS, || {
             format!("{} children instead of {FORKS}", forked.children.len())
         })?;
-        let mut timings = forked.timings.clone();
+        let mut timings = forked.timings;
         // The slowest child, where the fork itself has no thaw time.
         let thaws = forked.children.iter().filter_map(|child| child.timings.as_ref()?.thaw_ms);
         timings.thaw_ms = timings.thaw_ms.or_else(|| thaws.max_by(f64::total_cmp));
-        let row = self.time("fork of four", start, Some(&timings));
-        row.total_ms = (total - start).as_secs_f64() * 1000.0;
-        row.first_output_ms = Some(first);
+        self.time("fork of four", total, Some(timings), Some(first));
         let forks: Vec<Guest> = forked.children.iter().map(|child| parent.relative(child.id)).collect();
         for fork in &forks {
             is_continuation(&before, &fork.held().await?)?;
@@ -219,7 +217,7 @@ impl<'a> Story<'a> {
         }
         must(random.len() == family.len(), || "two sandboxes drew the same random bytes".into())?;
         must(names.len() == family.len(), || format!("two sandboxes have the same host name: {names:?}"))?;
-        self.time("diverge and check", start, None);
+        self.time("diverge and check", start.elapsed(), None, None);
         drop(progress);
         self.print(
             "Labelled each one: RAM, disk and tmpfs hold its own label and no other; \
@@ -235,7 +233,7 @@ impl<'a> Story<'a> {
         }
         let start = Instant::now();
         self.context.client.delete(victim.id).await?;
-        self.time("kill", start, None);
+        self.time("kill", start.elapsed(), None, None);
         for (guest, counter) in before {
             guest.held_when("it continues", |held| held.counter > counter).await?;
         }
@@ -253,13 +251,11 @@ impl<'a> Story<'a> {
         let progress = Progress::start("restoring the snapshot");
         let start = Instant::now();
         let sandbox = client.restore(snapshot, self.owned.request()).await?;
-        let total = Instant::now();
+        let total = start.elapsed();
         first_event(&client, sandbox.id).await?;
-        let first = start.elapsed().as_secs_f64() * 1000.0;
+        let first = start.elapsed();
         drop(progress);
-        let row = self.time("restore", start, sandbox.timings.as_ref());
-        row.total_ms = (total - start).as_secs_f64() * 1000.0;
-        row.first_output_ms = Some(first);
+        self.time("restore", total, sandbox.timings, Some(first));
         let restored = parent.relative(sandbox.id);
         let held = restored.held().await?;
         is_continuation(before, &held)?;
