@@ -1,4 +1,4 @@
-//! A command that is being read.
+//! A command whose output is being read.
 
 use crate::Result;
 use async_trait::async_trait;

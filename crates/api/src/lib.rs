@@ -4,8 +4,9 @@
 //!   keiki-http ──> keiki-api <── keiki-node
 //! ```
 //!
-//! HTTP holds an `Arc<dyn Api>` and sees nothing else of the node; the node does not know that there is HTTP.
-//! [`Api`] is the sum of small traits, one for each part of a node, so that each part implements its own.
+//! The HTTP layer holds an `Arc<dyn Api>` and sees nothing else of the node; the node knows nothing
+//! about HTTP. [`Api`] is the sum of small traits, one for each part of a node, so that each part
+//! implements its own.
 
 mod error;
 mod exec;

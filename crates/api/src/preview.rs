@@ -1,8 +1,8 @@
-//! Previews: their host names, and the passes of links to them.
+//! Previews: their host names, and the passes in links to them.
 //!
-//! A browser sends no key, so a link carries a *pass*: its expiry, sealed together with the sandbox and the port by a secret
-//! of this node. A pass opens one port and nothing of the API. It is not recorded, so it cannot be revoked before it
-//! expires: keep its lifetime short.
+//! A browser sends no key, so a link carries a *pass*: its expiry, sealed together with the sandbox
+//! and the port by a secret of this node. A pass opens one port and gives no access to the API. It
+//! is not recorded, so it cannot be revoked before it expires: keep its lifetime short.
 
 use crate::{Error, Result, Secret};
 use keiki_types::SandboxId;

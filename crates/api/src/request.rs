@@ -1,4 +1,4 @@
-//! Checks of requests, before anything is made. Every error names the field.
+//! Validation of requests, before anything is created. Every error names the field.
 
 use crate::{Error, Result};
 use base64::Engine as _;

@@ -7,8 +7,8 @@
 //!   symlink.
 //! - Devices, pipes and everything else that is not a file, directory or link is refused.
 //! - It accepts no more bytes than are free, and no more entries than [`MAX_ENTRIES`].
-//! - It unpacks next to the destination first and moves everything into place at the end: a refusal
-//!   leaves nothing.
+//! - It unpacks next to the destination first and moves everything into place at the end: a
+//!   rejected archive leaves nothing behind.
 
 mod pack;
 mod pieces;

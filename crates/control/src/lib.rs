@@ -8,8 +8,8 @@
 //!
 //! A packet of a `SOCK_SEQPACKET` socket is one message: a header that never changes ([`packet`]),
 //! then postcard. Each request has one reply, and only the node asks. Only requests carry
-//! descriptors, each with the [`Role`] that says what it is. [`Request::wants`] lists the roles
-//! that a request must and may have. A request with other roles is refused before it reaches the
+//! descriptors, each with a [`Role`] that identifies it. [`Request::wants`] lists the required and
+//! the optional roles of a request. A request with other roles is refused before it reaches the
 //! monitor. An error closes every received descriptor, and all of them are close-on-exec.
 //!
 //! How long a monitor lives depends on what it is. A blank and a zygote hold one end of a socket

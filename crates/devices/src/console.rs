@@ -10,8 +10,8 @@
 //!
 //! Bytes wait where they are: if the guest has no room they stay in the socket, and if the socket
 //! has no room they stay in the ring of the guest. So nothing is unbounded, and a slow side slows
-//! the other. Without a connection the output of the guest is dropped, as by a port without a
-//! cable.
+//! the other. Without a connection the output of the guest is dropped, as on a serial port without
+//! a cable.
 //!
 //! **After a thaw** the connection of the frozen machine does not exist. The device tells the guest
 //! that the port is closed, and that it is open again when the node connects. Unsent output of the
@@ -19,7 +19,7 @@
 //! new connection itself.
 //!
 //! Messages to the guest are a set, not a queue: each kind waits at most once, so a guest that asks
-//! and never reads makes nothing grow.
+//! and never reads cannot make it grow.
 
 use crate::{
     Memory, State, StateError,

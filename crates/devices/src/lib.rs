@@ -47,9 +47,9 @@
 //! (on taps), `getrandom`, `timerfd_settime`; and to make devices also `eventfd2`, `epoll_create1`,
 //! `timerfd_create`.
 //!
-//! This crate knows no KVM: an interrupt is an [`Interrupt`], a queue notification an eventfd, and
-//! [`balloon::Discard`] frees memory. It opens no path: files, taps and sockets arrive as
-//! descriptors.
+//! This crate is independent of KVM: an interrupt is an [`Interrupt`], a queue notification an
+//! eventfd, and [`balloon::Discard`] frees memory. It opens no path: files, taps and sockets arrive
+//! as descriptors.
 //!
 //! The guest is hostile. Its requests first become typed values ([`virtio::Chain`],
 //! `block::Request`), with every address checked against RAM and every length bounded, before

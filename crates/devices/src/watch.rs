@@ -2,7 +2,7 @@
 //!
 //! There are two epoll instances, one inside the other. Queue events and backends are in the inner
 //! one; the monitor polls the outer one. A pause removes the inner from the outer: nothing needs to
-//! be unregistered, and the monitor does not spin over events that nothing takes.
+//! be unregistered, and the monitor does not spin over events that nothing consumes.
 
 use rustix::event::{Timespec, epoll};
 use std::{

@@ -1,7 +1,7 @@
 //! A control group for each monitor, where the host has version 2 with the controllers we need.
 //!
-//! Best effort: a host without them runs monitors without these limits, and [`note`] says so to
-//! `doctor`. A group is named after the machine's directory, so that the machine's cleanup finds
+//! Best effort: a host without them runs monitors without these limits, and [`note`] reports that
+//! to `doctor`. A group is named after the machine's directory, so that the machine's cleanup finds
 //! it.
 
 use crate::{VmPaths, overhead::QEMU_LIMIT};

@@ -1,7 +1,7 @@
 //! What a guest wrote to its serial console, as files of its machine.
 //!
-//! A guest writes as much as it likes; the host keeps the last [`KEPT`] bytes or so, in two files of at most half
-//! of that each. Monitors that do not write the log have it [pumped](pump).
+//! A guest may write any amount; the host keeps roughly the last [`KEPT`] bytes, in two files of at
+//! most half of that each. Monitors that do not write the log have it [pumped](pump).
 
 use crate::{EngineError, Result, VmPaths, process::Task};
 use std::{

@@ -1,9 +1,11 @@
-//! An engine without guests: machines are directories and sockets. For tests of what stands above an engine.
+//! An engine without guests: machines are directories and sockets. For tests of the layers above an
+//! engine.
 //!
-//! Files are real: a boot, a freeze and a snapshot leave in their directories what the other engines leave there. Each call
-//! can be made to [fail](FakeEngine::fail) or to [take long](FakeEngine::delay), a machine can [end](FakeEngine::end), and
-//! [a later process of the node](FakeEngine::restarted) adopts the machines that are left. What answers on the agent port is
-//! the test's.
+//! Files are real: a boot, a freeze and a snapshot leave in their directories what the other
+//! engines leave there. Each call can be made to [fail](FakeEngine::fail) or to [take
+//! long](FakeEngine::delay), a machine can [end](FakeEngine::end), and [a later process of the
+//! node](FakeEngine::restarted) adopts the machines that are left. The test supplies the agent that
+//! answers on the agent port.
 
 use crate::{
     BootSpec, Capabilities, Engine, EngineError, FreezeReport, Frozen, Image, Machine, PreparedVm, Result,

@@ -1,4 +1,5 @@
-//! The files of a frozen machine: made, flushed, cleared; and the store that they lie on.
+//! The files of a frozen machine: creating, flushing and clearing them; and the store that holds
+//! them.
 
 use crate::{
     Common, EngineError, Image, Result,

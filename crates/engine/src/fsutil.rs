@@ -1,4 +1,4 @@
-//! Files removed and linked, with errors that name them.
+//! Removing and linking files, with errors that name the files.
 
 use crate::{EngineError, Result};
 use std::{

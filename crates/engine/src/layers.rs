@@ -1,8 +1,10 @@
-//! Disk layers as files: names, empty tops, what a layer's header may say, and layers that become base files.
+//! Disk layers as files: names, empty tops, what a layer's header may contain, and layers that
+//! become base files.
 //!
-//! A disk is a chain: one raw bottom, immutable overlays, one writable top. No layer's header names another;
-//! the order is ours. A layer that came with a snapshot is untrusted: a qcow2 header can name other files of the
-//! host (a backing file, an external data file), so headers are checked before a monitor opens them.
+//! A disk is a chain: one raw bottom, immutable overlays, one writable top. No layer's header names
+//! another; the manifest and the records keep the order. A layer that came with a snapshot is
+//! untrusted: a qcow2 header can name other files of the host (a backing file, an external data
+//! file), so headers are checked before a monitor opens them.
 
 use crate::{
     Common, EngineError, Result,

@@ -17,7 +17,7 @@
 //! it. It is bound to a memory [`Image`], which may exist before its contents do: a fork prepares
 //! its children while the parent still runs.
 //!
-//! Nothing here knows sandboxes, templates, users or HTTP.
+//! Nothing here knows about sandboxes, templates, users or HTTP.
 
 #[cfg(test)]
 extern crate self as keiki_engine;

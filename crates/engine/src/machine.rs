@@ -1,4 +1,4 @@
-//! A running machine as every engine has it. What differs from engine to engine is its [`Backend`].
+//! A running machine, the same for every engine. The part that differs is its [`Backend`].
 
 use crate::{
     EngineError, FreezeReport, Frozen, Image, Machine, Result, VmPaths,

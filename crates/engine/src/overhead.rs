@@ -1,4 +1,4 @@
-//! What a monitor uses beside the guest's RAM.
+//! Memory that a monitor uses in addition to the guest's RAM.
 
 /// What a monitor is expected to use, in MiB, for admission: a waiting QEMU holds 23, and translated guest code is added.
 pub const MONITOR_MIB: u64 = 48;

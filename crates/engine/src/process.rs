@@ -1,8 +1,8 @@
 //! A monitor process as every engine sees it: watched by descriptor, killed by descriptor.
 //!
 //! Monitors outlive the daemon, so nothing here ends one by being dropped. Standard error is a pipe
-//! that we drain into a small buffer: a monitor that writes without end fills no disk, and once the
-//! daemon is gone what it writes goes nowhere.
+//! that we drain into a small buffer: a monitor that writes endlessly cannot fill a disk, and once
+//! the daemon is gone its output is discarded.
 
 use crate::{EngineError, Result};
 use keiki_sys::process::Process;

@@ -1,8 +1,8 @@
 //! Users that monitors run as, and the owners of files.
 //!
-//! Users are numbers of a range that nothing else should use, drawn at random so that two nodes of
-//! one host seldom meet. Base files are root's: a monitor can read them through names or
-//! descriptors it is given, and write none.
+//! Users are numbers from a range that nothing else should use, drawn at random so that two nodes
+//! on one host rarely pick the same one. Base files belong to root: a monitor can read them through
+//! the names or descriptors that it receives, and cannot write any.
 
 use crate::{EngineError, Result};
 use parking_lot::Mutex;

@@ -8,10 +8,10 @@
 //!     └── end of file, error, anything else ─┘
 //! ```
 //!
-//! A machine may be frozen in any of these states and resume in a copy whose host knows nothing of
-//! the connection. Usually the port then reads as ended. But if a new host connects before the
-//! guest has noticed, its hello arrives in the middle of a call or session, which would take it for
-//! more of its input. So both also scan for hellos, and end at one.
+//! A machine may be frozen in any of these states and resume in a copy whose host knows nothing
+//! about the connection. Usually the port then reads as ended. But if a new host connects before
+//! the guest has noticed, its hello arrives in the middle of a call or session, which would take it
+//! for more of its input. So both also scan for hellos, and end at one.
 
 use crate::{identity::uptime, log, port::Port, service::Agent};
 use bytes::BytesMut;

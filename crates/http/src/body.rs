@@ -1,4 +1,5 @@
-//! Bodies that also do something else: hold a value while they are sent, or tell when they last moved.
+//! Bodies that do more than carry bytes: hold a value while they are sent, or record when data last
+//! moved.
 
 use axum::body::{Body, Bytes, HttpBody};
 use http_body::{Frame, SizeHint};

@@ -1,7 +1,8 @@
-//! Errors as answers, in one envelope: `{"error": "<plain sentence>"}`.
+//! Errors as responses, in one envelope: `{"error": "<plain sentence>"}`.
 //!
-//! The client reads the sentence; the causes of an internal error go to the log, once, here. [`enveloped`] puts the
-//! refusals of axum (unknown method, failed upgrade) into the same envelope.
+//! The client reads the sentence; the causes of an internal error go to the log, once, here.
+//! [`enveloped`] puts axum's own rejections (unknown method, failed upgrade) into the same
+//! envelope.
 
 use axum::{
     Json,

@@ -1,14 +1,16 @@
 //! `/v1` over HTTP.
 //!
-//! A thin layer: a request becomes a typed value (`extract`), the value one call of [`keiki_api::Api`], and the result
-//! a body of `keiki_types::api`. What a caller without HTTP would need, too, is decided in the node.
+//! A thin layer: a request becomes a typed value (`extract`), the value one call of
+//! [`keiki_api::Api`], and the result a body of `keiki_types::api`. Whatever a caller without HTTP
+//! would also need is decided in the node.
 //!
 //! ```text
 //! serve: limits ─ observe: id, log line, envelope ─ proxy: by host ─ key ─ routes: handler ─ Api (the node)
 //! ```
 //!
-//! To add a route, write its handler in `routes` and list it in `routes::keyed`: its path, method and documentation stand
-//! at the handler, and the router and the OpenAPI document read them there.
+//! To add a route, write its handler in `routes` and list it in `routes::keyed`: its path, method
+//! and documentation are written at the handler, and the router and the OpenAPI document read them
+//! there.
 
 mod body;
 mod document;

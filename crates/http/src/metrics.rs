@@ -1,6 +1,6 @@
 //! What the HTTP layer counts, in the text format that Prometheus reads. docs/METRICS.md lists it.
 //!
-//! Labels have few values, whatever callers and guests do: no ids, no paths but routes.
+//! Labels have few values, whatever callers and guests do: no ids, and routes instead of paths.
 
 use keiki_api::HISTOGRAM_BOUNDS;
 use prometheus_client::{

@@ -1,4 +1,4 @@
-//! Server-sent events, and text out of bytes.
+//! Server-sent events, and decoding bytes into text.
 //!
 //! Clients split events at whatever their language calls a line end, and some decode bytes one at a time as Latin-1. So
 //! payloads are pure ASCII JSON, where neither can go wrong, and the charset is named.

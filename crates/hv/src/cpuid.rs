@@ -4,11 +4,10 @@
 //! every feature that it has seen still exists. `baseline` shows a named set that servers of the
 //! last decade share: x86-64-v3, as compilers call it, and the bits against speculation attacks.
 //! `host` shows all features of the host. The model is recorded either way, and a host that lacks a
-//! feature is refused with its name.
+//! feature is rejected with an error that names it.
 //!
 //! No guest sees performance counters (their state belongs to the host), asynchronous page faults
-//! (a page that was under way at the freeze would never arrive in a copy), or nested
-//! virtualisation.
+//! (a page in flight at the freeze would never arrive in a copy), or nested virtualisation.
 
 use crate::{Error, Result};
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};

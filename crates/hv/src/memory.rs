@@ -1,4 +1,4 @@
-//! Guest RAM: private mappings, over nothing or over a file that is never written.
+//! Guest RAM: private mappings, anonymous or of a file that is never written.
 //!
 //! ```text
 //!  guest     0 ─────────── 3 GiB   (hole: devices)   4 GiB ──────────── ...
@@ -8,9 +8,9 @@
 //!
 //! Memory is private to the process (`MAP_PRIVATE`): fork(2) copies it on write, and over a file a
 //! write makes a page private. So the private pages are all that differs from the file, with one
-//! exception: discarded blocks. `MADV_DONTNEED` on a mapping of a file would show the file again
-//! (DESIGN finding 5). So a discarded block is replaced by fresh anonymous memory and remembered:
-//! its missing pages are zeroes, not those of the file.
+//! exception: discarded blocks. `MADV_DONTNEED` on a mapping of a file would show the file again.
+//! So a discarded block is replaced by fresh anonymous memory and remembered: its missing pages are
+//! zeroes, not the contents of the file.
 //!
 //! Blocks that are holes of the file are anonymous memory from the start, and all anonymous memory
 //! asks for huge pages. For memory that a template left free and a machine fills, a fork then
@@ -300,7 +300,7 @@ impl GuestRam {
     }
 
     /// Makes one page of each span private. fork(2) copies the page tables of a file mapping only
-    /// if it has a private page (DESIGN finding 8). Without one every copy would take all page
+    /// if it has a private page. Without one every copy would take all page
     /// faults again.
     fn anchor(&self) {
         use std::sync::atomic::AtomicU8;

@@ -5,9 +5,9 @@
 //! touched, so the cost follows what has changed.
 //!
 //! `/proc/PID/pagemap` tells which pages are private. This process cannot open it, because it is
-//! not dumpable; it receives an open one. The page map of another process would scan without an
-//! error and give a wrong image (DESIGN finding 3). So before a page map is trusted, some pages,
-//! chosen at random, are touched and looked for in it.
+//! not dumpable; it receives an open descriptor. The page map of another process would scan without
+//! an error and give a wrong image. So before a page map is trusted, some pages, chosen at random,
+//! are touched and looked for in it.
 #![allow(unsafe_code)]
 
 use crate::{Error, GuestRam, Result, memory::bytes};

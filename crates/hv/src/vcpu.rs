@@ -2,8 +2,8 @@
 //!
 //! **Parked** means more than stopped. When `KVM_RUN` returns for a device access, the access is
 //! half done: the next `KVM_RUN` finishes it. A state saved in between would repeat the access in
-//! every copy (DESIGN finding 1). So [`Vcpu::complete_exit`] enters once more with `immediate_exit`
-//! set, which finishes the access and runs no instruction.
+//! every copy. So [`Vcpu::complete_exit`] enters once more with `immediate_exit` set, which
+//! finishes the access and runs no instruction.
 #![allow(unsafe_code)]
 
 use crate::{
@@ -24,7 +24,7 @@ const MSR_TSC_DEADLINE: u32 = 0x6e0;
 /// A part of a state, and how to restore it.
 type Part = (&'static str, fn(&Vcpu, &VcpuState) -> Result<()>);
 
-/// The order in which a state is restored, after CPUID (DESIGN finding 11):
+/// The order in which a state is restored, after CPUID:
 ///
 /// - the rate of the counter before the counter, and the counter before other registers, whose
 ///   deadlines depend on it

@@ -1,4 +1,4 @@
-//! The guest kernel: that of a distribution, unpacked from its package.
+//! The guest kernel: a distribution's kernel, unpacked from its package.
 
 use crate::{
     Builder,

@@ -2,7 +2,7 @@
 //! is frozen.
 //!
 //! A template is a TOML file. The built-in ones are `templates/*.toml` of this crate. A node reads
-//! others as `NAME.toml` from a directory of its user; they take precedence over built-in ones.
+//! others as `NAME.toml` from a configured directory; they take precedence over built-in ones.
 
 use crate::error::{Error, Result, io_error};
 use keiki_types::{Shape, TemplateName};

@@ -1,4 +1,4 @@
-//! Network slots: a pre-built network home for each sandbox.
+//! Network slots: a network for each sandbox, built ahead.
 //!
 //! Every guest has the same address, MAC and tap name, so that any copy of a frozen machine fits
 //! any slot. The slot around it makes it distinct:
@@ -13,7 +13,7 @@
 //! - Names follow from the node's tag and the slot's index, so a node finds the slots of an earlier
 //!   run without any record. An unreachable route claims the range against other nodes.
 //!
-//! On the host it makes one nftables table `keiki_TAG` (made again when another firewall flushes
+//! On the host it makes one nftables table `keiki_TAG` (created again when another firewall flushes
 //! it), the claim route, one link per slot, and sets `net.ipv4.conf.LINK.forwarding=1` for those
 //! links and for the link of the default route. The last one stays set when the node stops, because
 //! another node may need it. It does not touch the global `ip_forward`, so the host does not become

@@ -1,8 +1,8 @@
 //! RAM and disk are reserved before anything is created.
 //!
-//! A machine is admitted by its worst case: all of its RAM private, plus its monitor. Copy-on-write
+//! A machine is counted at its worst case: all of its RAM private, plus its monitor. Copy-on-write
 //! makes the usual case far smaller, but a parent may rewrite every page it shares, and then the
-//! host must hold.
+//! host must still have room.
 
 use crate::error::{Error, Result};
 use keiki_engine::MONITOR_MIB;

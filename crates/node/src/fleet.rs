@@ -2,8 +2,8 @@
 //! slot for each, directories, room in RAM and on disk.
 //!
 //! A machine begins as a VM that is prepared over a memory image ([`Fleet::prepare`]) and thawed
-//! into ([`Fleet::thaw`]), or, while a template is baked, with a boot. Whatever fails, nothing of
-//! it is left.
+//! into ([`Fleet::thaw`]), or, while a template is baked, with a boot. If any step fails, nothing
+//! is left behind.
 
 use crate::{
     admission::{Admission, DiskRoom, Ticket},

@@ -5,7 +5,7 @@
 //! 3. secrets that the copy must not have leave the machine;
 //! 4. the engine parks the vCPUs, takes RAM, device state and disk at one instant, and lets the
 //!    vCPUs run;
-//! 5. the secrets are back;
+//! 5. the secrets are put back;
 //! 6. the guest thaws its user processes.
 //!
 //! If a step fails, the original still continues: steps 5 and 6 always run. A pause is steps 1 and

@@ -1,4 +1,4 @@
-//! Secrets of the node's own: each in a file that only it reads, made when it is first needed.
+//! The node's own secrets: each in a file that only the node reads, created when first needed.
 
 use crate::error::{Error, Result};
 use anyhow::Context;

@@ -1,7 +1,7 @@
 //! `keiki node`: one daemon that owns the sandboxes, templates and snapshots of a host.
 //!
-//! [`Node`] is the whole of it without HTTP: every verb of `/v1` is one method here, and [`keiki_api::Api`] is what HTTP
-//! sees of it.
+//! [`Node`] is all of it except HTTP: every verb of `/v1` is one method here, and
+//! [`keiki_api::Api`] is what HTTP sees of it.
 
 mod admission;
 mod births;

@@ -1,4 +1,4 @@
-//! The network of machines: slots, or in tests none.
+//! The network of machines: slots, or no network in tests.
 
 use crate::error::{Error, Result};
 use keiki_net::Slots;

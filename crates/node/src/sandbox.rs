@@ -1,7 +1,7 @@
 //! One sandbox in memory: its record, its machine while it has one, and which operations may run at
 //! the same time.
 //!
-//! Two locks, never held the other way round:
+//! Two locks, always taken in this order:
 //!
 //! - [`Sandbox::verb`] serialises the verbs that change what the sandbox is (pause, freeze, delete,
 //!   ...).

@@ -1,4 +1,4 @@
-//! The sandboxes that this node knows, those that are being made among them.
+//! The sandboxes that this node knows, including those still being created.
 
 use crate::{
     error::{Error, Result},

@@ -1,8 +1,8 @@
-//! Seals secrets for their way through the channel.
+//! Seals secrets for the transfer through the channel.
 //!
 //! Data that crosses the channel stays in the guest's memory long after it was read: in buffers of
 //! its console, in rings, in memory that the agent freed. A snapshot would contain it. So secrets
-//! are sealed to a key that the receiver makes for one message and then forgets (HPKE, RFC 9180:
+//! are sealed to a key that the receiver makes for one message and then discards (HPKE, RFC 9180:
 //! X25519, HKDF-SHA256, ChaCha20-Poly1305; base mode). They are in the clear only in [`Plain`] and
 //! in the buffer that is sealed or opened, which are zeroed when dropped, and, while the cipher
 //! runs, on the stack, which is overwritten afterwards.

@@ -1,8 +1,8 @@
-//! What the header of a disk layer may say.
+//! What the header of a disk layer may contain.
 //!
-//! A qcow2 header can name other files (a backing file, an external data file), and say how much
-//! memory its tables take. A layer may come from anywhere; so its header is compared with what we
-//! would have written before anything opens it as what it claims to be.
+//! A qcow2 header can name other files (a backing file, an external data file), and declare how
+//! much memory its tables take. A layer may come from anywhere, so its header is compared with what
+//! Keiki would have written before anything opens the layer in the format that it claims.
 
 /// Bytes of a header that are looked at. A shorter file is not a layer.
 pub const HEADER_LEN: usize = 104;

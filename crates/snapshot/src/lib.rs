@@ -1,4 +1,4 @@
-//! A frozen machine as files. Knows no engine.
+//! A frozen machine as files. Independent of the engines.
 //!
 //! ```text
 //! <dir>/manifest.json   what the rest is; written last: without it the directory is not a snapshot
@@ -7,14 +7,14 @@
 //! <dir>/layers/<name>   disk layers, immutable, each a hard link
 //! ```
 //!
-//! No file holds a path. The order of the disk layers is the manifest's, bottom first: the first is
-//! raw, the others are qcow2 without a backing name in their header.
+//! No file holds a path. The manifest lists the disk layers, bottom first: the first is raw, the
+//! others are qcow2 without a backing name in their header.
 //!
 //! A snapshot directory is untrusted: it may be damaged, of another version, or crafted to be
-//! loaded. [`open`] checks everything that is cheap, before anything is believed: text size,
+//! loaded. [`open`] checks everything that is cheap to check before anything is trusted: text size,
 //! schema, version, names that are plain, files that are regular and no symlinks, exact sizes,
-//! bounds, and the digest of the device state. RAM is not hashed (a second a GiB on every restore);
-//! its size is.
+//! bounds, and the digest of the device state. RAM is not hashed (that would take a second per GiB
+//! on every restore); only its size is checked.
 
 pub mod layer;
 mod manifest;

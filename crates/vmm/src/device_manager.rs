@@ -1,8 +1,8 @@
 //! The devices of a machine, where the guest finds them, and which of them serves an access.
 //!
 //! Their order is fixed. Address and interrupt follow from it ([`layout::mmio_window`]), so a
-//! frozen machine records neither. A thaw makes new devices on its own descriptors and restores the
-//! state of each.
+//! frozen machine records neither. A thaw creates new devices on its own descriptors and restores
+//! the state of each.
 
 use crate::{
     Error, Result,

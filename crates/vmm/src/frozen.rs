@@ -10,7 +10,7 @@
 //! before it is parsed. Each part has a kind and a version. Its contents are checked where they are
 //! used: by `hv` for the processor and the state of KVM, by each device for its own. **Promise**: a
 //! part never changes its meaning under the same version. A monitor reads the versions that it
-//! names and refuses others with a sentence.
+//! names and rejects others with a clear error.
 
 use crate::{Error, Result};
 use keiki_control::{Devices, Disk, MAX_DISKS, Shape};

@@ -5,8 +5,8 @@
 //! hundred.
 //!
 //! - An empty read-only root: it has no file of the host. Descriptors arrive with requests.
-//! - Its own namespaces for mounts, network, IPC and host name. None for processes: killing the
-//!   first process of one would kill every descendant (DESIGN finding 2).
+//! - Its own namespaces for mounts, network, IPC and host name. No pid namespace: killing its first
+//!   process would kill every descendant.
 //! - A user that no other lineage has, no capability, no new privileges, not dumpable. Relatives
 //!   share the user, but cannot trace or read each other. The filter has no call that sends
 //!   signals, except one signal that is ignored.

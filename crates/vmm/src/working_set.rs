@@ -2,8 +2,8 @@
 //! before it runs, all at once. Otherwise each of them costs an exit (RFD 013).
 //!
 //! The list is a hint from the node, from a file that the node has checked. Pages outside RAM are
-//! left out, and so are pages that no longer lie over the memory file: there a huge page would be
-//! taken for one page.
+//! left out, and so are pages that are no longer mapped from the memory file: there each page would
+//! take a whole huge page.
 
 use keiki_control::Pages;
 use keiki_hv::{GuestRam, Vcpu};

@@ -1,4 +1,4 @@
-//! A report as a picture: for each metric a bar to its median, and a line to its 99th percentile.
+//! A report as a chart: for each metric a bar to its median, and a line to its 99th percentile.
 
 use super::report::{Measured, Report, conditions};
 use crate::exit::Failure;

@@ -1,4 +1,4 @@
-//! Memory that copies share, and lose by writing.
+//! Memory that copies share until they write to it.
 
 use super::{
     guest::{Holder, MIB as HELD_MIB},

@@ -1,7 +1,7 @@
 //! `keiki shell`.
 //!
 //! The local terminal is in raw mode: every key goes to the sandbox, every byte from there to the
-//! screen. A guard restores it on every way out, signals included.
+//! screen. A guard restores it on every exit path, signals included.
 //!
 //! The remote command survives a lost connection. As under `ssh`, it ends with the local terminal,
 //! unless the user detached from it or attached to it.

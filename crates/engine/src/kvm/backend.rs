@@ -1,4 +1,4 @@
-//! What [`crate::Machine`] needs of this engine.
+//! What [`crate::Machine`] needs from this engine.
 
 use super::{
     control::Control,

@@ -1,13 +1,13 @@
 //! Keeping disk chains short.
 //!
-//! Every freeze adds a layer, and a read that no layer answers asks all of them. Above [`FEW`]
-//! layers the overlays of a machine are merged into one in the background, and the machine is told
-//! to read that instead. Nothing immutable is written, and relatives do not notice; the price is
-//! that the copied clusters are no longer shared. A freeze waits for it only when the chain would
-//! reach [`MANY`].
+//! Every freeze adds a layer, and a read of a cluster that no layer has searches all of them. Above
+//! [`FEW`] layers the overlays of a machine are merged into one in the background, and the machine
+//! switches to reading that instead. Nothing immutable is written, and relatives do not notice; the
+//! price is that the copied clusters are no longer shared. A freeze waits for it only when the
+//! chain would reach [`MANY`].
 //!
-//! `qemu-img` does the work, in a jail, on copies of the layers (blocks are shared): a guest may
-//! have written what it reads.
+//! `qemu-img` does the work, in a jail, on copies of the layers (blocks are shared), because a
+//! guest may have written their contents.
 //!
 //! ```text
 //!   raw ── o1 ── o2 ── o3 ── top          a copy of o1 gets what o2 and o3 have

@@ -7,9 +7,9 @@
 //!             file that it has open
 //! ```
 //!
-//! No memory is written. If the node dies anywhere in it, adopting the machine repairs it: the
-//! record names the top that was about to be switched to, and the machine knows how many layers it
-//! has.
+//! No memory is written. If the node dies at any point of a freeze, adopting the machine repairs
+//! it: the record names the top that was about to be switched to, and the machine knows how many
+//! layers it has.
 
 use super::{
     chain,

@@ -6,8 +6,8 @@
 //!                └── thaw: fork <───┴── the resident zygote of these files
 //! ```
 //!
-//! What a zygote has written is copied before it becomes a base file (blocks are shared): it keeps
-//! the descriptors that it wrote with.
+//! What a zygote has written is copied before it becomes a base file (blocks are shared), because
+//! the zygote keeps the descriptors that it wrote with.
 
 use super::{
     chain,

@@ -1,12 +1,13 @@
 //! Relatives: processes that were forked off one another, or off one zygote.
 //!
-//! They share a user, because fork(2) does not change it, and a memory control group, because memory moves between
-//! processes but not between groups: a parent that rewrites a page which a zygote also holds is charged for it. So the
-//! group's limit is the sum of what its members may use at worst, and each member has a group below it for everything
-//! else.
+//! They share a user, because fork(2) does not change it, and a memory control group, because
+//! memory moves between processes but not between groups: a parent that rewrites a page which a
+//! zygote also holds is charged for it. So the group's limit is the sum of what its members may use
+//! in the worst case, and each member has a group below it for everything else.
 //!
-//! A member counts until its process is gone, and whatever it has forked unasked is killed with it. An honest monitor
-//! forks nothing unasked; one that its guest has taken over can.
+//! A member counts until its process is gone, and any process that it forked without a request is
+//! killed with it. An honest monitor never forks without a request; one that its guest has taken
+//! over can.
 
 use crate::{
     Common, EngineError, Result,

@@ -1,4 +1,4 @@
-//! Whether KVM here is worth using.
+//! Whether KVM on this host is worth using.
 //!
 //! A `/dev/kvm` may interpret every instruction: then QEMU's translator is faster, and Linux takes
 //! too long to boot. So the monitor measures, in a separate process, and the engine decides.

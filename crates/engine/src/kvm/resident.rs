@@ -1,9 +1,10 @@
-//! Zygotes of stored machines that stay: making a machine from a template is then one fork.
+//! Zygotes of stored machines that stay resident: creating a machine from a template is then one
+//! fork.
 //!
 //! A zygote is kept for the files it was loaded from, known by the inode of their memory, within a
-//! sharing scope: machines of one zygote share memory until they write it. Its own memory is mapped
-//! from the file, so that an unused zygote costs little more than its process. The least used go
-//! first, and all go when the host runs short of memory or their files are gone.
+//! sharing scope: machines of one zygote share memory until they write to it. Its own memory is
+//! mapped from the file, so that an unused zygote costs little more than its process. The least
+//! used are ended first, and all end when the host runs short of memory or their files are gone.
 
 use super::{
     control::{about, shape},

@@ -1,4 +1,4 @@
-//! A machine that runs: its monitor, and what its record says of its disk.
+//! A machine that runs: its monitor, and what its record contains about its disk.
 
 use super::{fds::open_layers, host::Host, monitor::Monitor, working_set::FirstRun};
 use crate::{

@@ -1,11 +1,11 @@
 //! What a machine touches first, read ahead.
 //!
 //! Shortly after the first machine has been thawed from stored files, or before it ends, the pages
-//! of the memory file that it has by then are recorded beside that file, as ranges: its working
-//! set. A later load has the kernel read these into its page cache, so that a machine on a host
-//! that has not read the file yet does not wait for each of them (RFD 010). A machine that is
-//! thawed later gets them before it runs, instead of with an exit for each (RFD 013). It is a hint:
-//! without it, or with a wrong one, machines are right and only slower.
+//! of the memory file that it has touched by then are recorded next to that file, as ranges: its
+//! working set. A later load has the kernel read these into its page cache, so that a machine on a
+//! host that has not read the file yet does not wait for each of them (RFD 010). A machine that is
+//! thawed later gets them before it runs, instead of taking an exit for each (RFD 013). It is a
+//! hint: without it, or with a wrong one, machines are correct, only slower.
 //!
 //! ```text
 //!   0          8        12       44

@@ -1,16 +1,18 @@
 //! The command line of a monitor.
 //!
-//! It has two halves. [`machine_args`] is what the guest can see: machine type, processor, devices and their
-//! order. It names no path, is the same for a first boot and for every descendant, and its digest goes into
-//! each snapshot, because device state only fits the machine that it was taken of. [`command_line`] adds
-//! what belongs to one copy: memory, disk, sockets, network.
+//! It has two halves. [`machine_args`] is what the guest can see: machine type, processor, devices
+//! and their order. It names no path, is the same for a first boot and for every descendant, and
+//! its digest goes into each snapshot, because device state only fits the machine that it was taken
+//! from. [`command_line`] adds what belongs to one copy: memory, disk, sockets, network.
 //!
 //! Five choices are not obvious:
-//! - RAM is anonymous as far as QEMU knows: `ram` maps the memory image there, also at the first boot, which has an
-//!   empty one. A memory file that a machine runs on is never written, and freezing is one path, not two.
+//! - RAM is anonymous as far as QEMU knows: `ram` maps the memory image there, including at the
+//!   first boot, which has an empty one. So a memory file that a machine runs on is never written,
+//!   and there is one way to freeze, not two.
 //! - The balloon is there for free page reporting; it is never inflated.
-//! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). Left to measure it, on a busy
-//!   host it fails, falls back to a loop that needs timer interrupts it does not get, and never boots.
+//! - The guest is told the rate of the time stamp counter (`tsc_early_khz`). If it has to measure
+//!   the rate on a busy host, it fails, falls back to a loop that needs timer interrupts it does
+//!   not get, and never boots.
 //! - `tb-size` bounds what a guest can make the translator's cache grow to; the default is 1 GiB.
 //! - `werror=report`: by default QEMU parks the machine when the store is full, which looks like a hang.
 

@@ -1,14 +1,15 @@
 //! Keeping disk chains short.
 //!
-//! Every freeze adds a layer, and a read that no layer answers asks all of them. Above [`FEW`] layers a
-//! machine copies, in the background and with a bounded rate, what its lower overlays hold into its own
-//! writable top (QEMU's `block-stream`); when that is done its chain is the raw bottom and the top. Nothing
-//! immutable is written, and relatives do not notice; the price is that the copied clusters are no longer
-//! shared. A copy cut short by a freeze, an end or a crash leaves a top that is right, only larger. A freeze
-//! waits for it only when the chain would reach [`MANY`].
+//! Every freeze adds a layer, and a read of a cluster that no layer has searches all of them. Above
+//! [`FEW`] layers a machine copies, in the background and at a bounded rate, what its lower
+//! overlays hold into its own writable top (QEMU's `block-stream`); when that is done its chain is
+//! the raw bottom and the top. Nothing immutable is written, and relatives do not notice; the price
+//! is that the copied clusters are no longer shared. A copy cut short by a freeze, an end or a
+//! crash leaves a top that is correct, only larger. A freeze waits for it only when the chain would
+//! reach [`MANY`].
 //!
-//! The ended copy stays listed in the monitor until the record has followed it, so a crash of the node loses
-//! nothing.
+//! A finished copy stays listed in the monitor until the record is updated, so a crash of the node
+//! loses nothing.
 
 use super::{
     args::BOTTOM_NODE,

@@ -1,4 +1,5 @@
-//! Disk layers as QEMU's block nodes. Each layer is named to QEMU, none by another's header.
+//! Disk layers as QEMU's block nodes. QEMU gets each layer explicitly; no header names another
+//! layer.
 
 use serde_json::{Value, json};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Two thaws of one frozen machine are equal, byte for byte, until they run; and a frozen machine is equal to the one
-//! it was taken of, also where that one gave memory back.
+//! Two thaws of one frozen machine are equal, byte for byte, until they run; and a frozen machine
+//! is equal to the machine it was taken from, even where that machine returned memory.
 
 #[path = "../../tests/guest/mod.rs"]
 mod guest;

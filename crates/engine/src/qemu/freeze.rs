@@ -7,9 +7,9 @@
 //!   runs    pages are written out; the old top gets its name in the frozen directory
 //! ```
 //!
-//! The pause holds only what needs the machine to stand still. If the node dies anywhere in it,
-//! adopting the machine repairs it: the record names the top that was about to be switched to, and
-//! whether the machine was parked by its user.
+//! The pause covers only the steps that need the machine stopped. If the node dies at any point of
+//! a freeze, adopting the machine repairs it: the record names the top that was about to be
+//! switched to, and whether the machine was parked by its user.
 
 use super::{
     args::seen,

@@ -1,8 +1,8 @@
 //! A frozen machine, and its thaw.
 //!
 //! A thaw gives the directory of a prepared VM its own names of every file, puts the chain under
-//! the top, loads the device state, and lets the vCPUs run. The machine then needs nothing of the
-//! frozen directory any more.
+//! the top, loads the device state, and lets the vCPUs run. After that the machine no longer needs
+//! the frozen directory.
 
 use super::{
     args::{TOP_NODE, seen},

@@ -16,9 +16,10 @@
 //!
 //! Sockets and the tap are opened by the node and inherited, so the run directory is out of its
 //! reach: it cannot replace a socket there. What a monitor wrote becomes a base file only as a copy
-//! that is root's (a reflink), because the monitor still holds the descriptor it wrote with.
+//! owned by root (a reflink), because the monitor still holds the descriptor it wrote with.
 //!
-//! As another user it can neither signal nor trace its siblings, and task limits count by machine.
+//! As a separate user it can neither signal nor trace its siblings, and task limits apply per
+//! machine.
 //!
 //! Without root there is no jail, and [`crate::Capabilities`] says so.
 

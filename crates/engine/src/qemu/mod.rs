@@ -9,7 +9,7 @@
 //! ```
 //!
 //! - `host`: what all machines share
-//! - `args`: the command line, and the digest of what the guest sees of it
+//! - `args`: the command line, and the digest of the part that the guest sees
 //! - `monitor`, `qmp`: a QEMU process, and its control socket
 //! - `disk`: block nodes
 //! - `jail`: what a monitor may touch

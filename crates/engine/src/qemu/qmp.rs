@@ -1,4 +1,4 @@
-//! A connection to a monitor's control socket (QMP: JSON, one message a line).
+//! A connection to a monitor's control socket (QMP: JSON, one message per line).
 
 use crate::{EngineError, Result, process::Task};
 use parking_lot::Mutex;

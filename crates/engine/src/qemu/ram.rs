@@ -1,4 +1,4 @@
-//! The library that gives QEMU's guest RAM its image, see `preload/ram.rs` and RFD 007.
+//! The library that maps QEMU's guest RAM from its image, see `preload/ram.rs` and RFD 007.
 
 use super::{
     args::{Launch, seen},

@@ -1,12 +1,12 @@
-//! Copying what a guest's RAM has that its memory image does not.
+//! Copies the pages of a guest's RAM that differ from its memory image.
 //!
-//! The machine must stand still while its pages are read, and reading is all that happens then: pages go
-//! into a buffer that was made, and touched, before. Looking for zeroes, writing to the file, and freeing the
-//! blocks of pages that became zero come after the vCPUs run again. Without the buffer, or beyond its bound,
-//! pages are written while the machine stands: slower, but right.
+//! The machine is stopped only while its pages are read, into a buffer that was allocated, and
+//! touched, before the pause. Looking for zeroes, writing to the file, and freeing the blocks of
+//! pages that became zero come after the vCPUs run again. Without the buffer, or beyond its bound,
+//! pages are written while the machine is stopped: slower, but correct.
 //!
-//! RAM is the image, mapped privately, and between its parts zero memory where the guest gave pages back. There the
-//! image of the new machine holds zeroes, whatever the old one's has.
+//! RAM is the image, mapped privately, with zero memory in between where the guest returned pages.
+//! In those places the new image holds zeroes, regardless of what the old image has.
 
 use crate::{EngineError, Result};
 use keiki_sys::{

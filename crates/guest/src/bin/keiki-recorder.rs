@@ -1,6 +1,7 @@
 //! `keiki-recorder FILE`: for the tests of clones. Reads random values from each kernel interface
 //! without a pause, and writes down each with the time just before. It is static and calls the
-//! kernel for every value, so its first value in a copy is the first that the copy's kernel gives.
+//! kernel for every value, so its first value in a copy is the first that the copy's kernel
+//! returns.
 //!
 //! ```text
 //!   FILE       a ring of records: time in ns, number and kind, 16 random bytes     8, 8, 16 bytes

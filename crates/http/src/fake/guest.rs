@@ -1,4 +1,4 @@
-//! What is inside the sandboxes of a [`FakeNode`]: commands that play a part, and files in memory.
+//! What is inside the sandboxes of a [`FakeNode`]: scripted commands, and files in memory.
 
 use super::{FakeNode, lock};
 use async_trait::async_trait;

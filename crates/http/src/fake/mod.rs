@@ -1,5 +1,5 @@
-//! A node in memory, for tests of what needs no guest: sandboxes, snapshots, files and events are entries of a map, and
-//! commands play a part. `keiki-fake-node` is it as a program.
+//! A node in memory, for tests that need no guest: sandboxes, snapshots, files and events are
+//! entries of a map, and commands are scripted. `keiki-fake-node` runs it as a program.
 //!
 //! One sandbox exists from the start ([`first_sandbox`]): it has five events, and no room for a snapshot. The template
 //! `busy` is never ready.

@@ -1,4 +1,4 @@
-//! Who may open a preview by its host.
+//! Which requests may open a preview by its host name.
 //!
 //! ```text
 //!   a key in a header                      programs; the key stays here

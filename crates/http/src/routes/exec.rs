@@ -1,7 +1,7 @@
 //! Commands that end with their caller: collected into one answer, or streamed.
 //!
-//! Both hold the [`Session`]. When the client leaves, the handler (or the body it returned) is dropped, the session
-//! with it, and that kills the command.
+//! Both hold the [`Session`]. When the client disconnects, the handler (or the body it returned) is
+//! dropped, the session with it, and that kills the command.
 
 use crate::{
     App,

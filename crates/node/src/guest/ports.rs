@@ -1,4 +1,4 @@
-//! Ports that something in a sandbox listens on.
+//! Listening ports in a sandbox.
 
 use crate::{
     daemon::Node,

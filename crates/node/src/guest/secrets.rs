@@ -1,5 +1,5 @@
-//! Secrets: which secrets of its original a copy gets. The node knows names and fates; only the
-//! guest has the values.
+//! Secrets: which secrets of its original a copy gets. The node knows their names and what copies
+//! get; only the guest has the values.
 //!
 //! The exception is a freeze whose copy must not have them: then the node holds them, in its memory
 //! and in files next to the machine's sockets, so that the next node can restore them if this one

@@ -1,4 +1,4 @@
-//! Builds: packages made into a kernel and a root disk, baked, and put into place.
+//! Builds: a kernel and a root disk are made from packages, baked, and put into place.
 
 use super::{Baked, Building, bake::Recipe};
 use crate::{

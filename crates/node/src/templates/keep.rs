@@ -1,4 +1,4 @@
-//! Baked templates: found for a create, kept with VMs prepared ahead, removed.
+//! Baked templates: looking them up for a create, preparing VMs for them ahead, removing them.
 
 use super::{Baked, REFILL_PAUSE, RETRY_AFTER};
 use crate::{

@@ -1,4 +1,4 @@
-//! An agent that does what it is told, and writes down what that was.
+//! An agent that does what the test asks, and records every call.
 
 use bytes::BytesMut;
 use http_body_util::{BodyExt, StreamBody};

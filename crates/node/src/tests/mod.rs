@@ -1,4 +1,4 @@
-//! The verbs over an engine without guests: what holds whatever fails, in milliseconds.
+//! The verbs over an engine without guests, in milliseconds: what must hold, whatever fails.
 
 mod agent;
 mod verbs;

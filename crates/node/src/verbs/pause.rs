@@ -1,4 +1,4 @@
-//! Pause: a freeze without the copy. Resume: its end.
+//! Pause: a freeze without the copy. Resume: the machine continues.
 
 use super::machine_of;
 use crate::{

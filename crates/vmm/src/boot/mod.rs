@@ -3,7 +3,7 @@
 //!
 //! | file | does |
 //! |---|---|
-//! | `layout` | addresses, interrupts, memory map: pure, also what a running machine is wired by |
+//! | `layout` | addresses, interrupts, memory map: pure; a running machine is wired by them too |
 //! | `kernel` | bzImage or ELF, initramfs, command line, boot parameters |
 //! | `acpi` | how the guest finds vCPUs and devices |
 //! | `entry` | the registers of the first vCPU; the others wait for a start-up interrupt |

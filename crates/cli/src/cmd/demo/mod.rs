@@ -2,8 +2,8 @@
 //!
 //! A sandbox builds state that takes work: a Python process with a table and a counter in RAM, and
 //! files on disk and in a tmpfs. The demo snapshots and forks it while it runs, lets the forks
-//! diverge, and restores the snapshot. It checks every sentence before it prints it: any wrong
-//! value fails the demo.
+//! diverge, and restores the snapshot. It checks every claim before it prints it: any wrong value
+//! fails the demo.
 
 mod guest;
 mod story;
