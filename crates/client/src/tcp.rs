@@ -63,7 +63,7 @@ impl TcpOutput {
                 Some(Ok(Message::Binary(bytes))) => return Ok(Some(bytes)),
                 Some(Ok(Message::Text(text))) => self.ended = is_eof(&text)?,
                 Some(Ok(Message::Close(_))) | None => {
-                    return Err(Error::Protocol("the connection broke off".into()));
+                    return Err(Error::Protocol("the connection was cut off".into()));
                 }
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Err(broken(error)),

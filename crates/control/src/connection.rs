@@ -199,7 +199,7 @@ fn send(socket: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> Result<()> 
         return malformed(format!("it has more than {MAX_DESCRIPTORS} descriptors"));
     }
     let sent = retry(|| sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL))?;
-    if sent == bytes.len() { Ok(()) } else { malformed("it was sent in part") }
+    if sent == bytes.len() { Ok(()) } else { malformed("only part of it was sent") }
 }
 
 fn receive(socket: &OwnedFd) -> Result<Packet> {

@@ -13,7 +13,7 @@ pub enum ControlError {
     Io(#[from] io::Error),
     #[error("the control socket was closed")]
     Closed,
-    #[error("no answer came on the control socket in time")]
+    #[error("no answer on the control socket in time")]
     TimedOut,
     #[error("the other side of the control socket speaks version {theirs}, this program version {}", VERSION)]
     Version { theirs: u32 },
@@ -27,7 +27,7 @@ pub enum ControlError {
     /// The monitor refused or failed. Nothing changed.
     #[error("{sentence}")]
     Failed { kind: FailureKind, sentence: String },
-    #[error("the monitor answered {request} with something else")]
+    #[error("the monitor sent an unexpected reply to {request}")]
     Unexpected { request: &'static str },
 }
 

@@ -57,8 +57,8 @@ impl Role {
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
-            Self::DiskLayer(disk) => return write!(f, "a layer of further disk {disk}"),
-            Self::DiskTop(disk) => return write!(f, "the top layer of further disk {disk}"),
+            Self::DiskLayer(disk) => return write!(f, "a layer of additional disk {disk}"),
+            Self::DiskTop(disk) => return write!(f, "the top layer of additional disk {disk}"),
             Self::Kvm => "/dev/kvm",
             Self::Kernel => "the kernel",
             Self::Initrd => "the initial RAM file system",

@@ -59,7 +59,7 @@ impl Device for VmGenId {
             return Err(StateError::Field {
                 kind: KIND,
                 field: "address",
-                why: "is not where this machine has it",
+                why: "differs from this machine's",
             });
         }
         self.changed |= changed;

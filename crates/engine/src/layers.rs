@@ -128,7 +128,7 @@ pub(crate) fn link_layers(
             check_overlay(dir, &layer.name, disk_mib)
                 .map_err(|why| EngineError::Monitor(format!("left a bad disk: {why}")))?;
         }
-        let bytes = fs::metadata(&new).map_err(EngineError::at("look at", &new))?.len();
+        let bytes = fs::metadata(&new).map_err(EngineError::at("inspect", &new))?.len();
         listed.push(DiskLayer { name: layer.name.clone(), format: layer.format, bytes });
     }
     Ok(listed)
@@ -138,7 +138,7 @@ pub(crate) fn link_layers(
 /// may read it) is copied, its blocks are shared, and the copy takes the old one's place too: what the monitor writes
 /// through the descriptor it keeps is never read.
 fn adopt_layer(old: &Path, new: &Path) -> Result<()> {
-    let meta = fs::metadata(old).map_err(EngineError::at("look at", old))?;
+    let meta = fs::metadata(old).map_err(EngineError::at("inspect", old))?;
     if meta.mode() & 0o004 != 0 {
         return link(old, new);
     }

@@ -207,7 +207,7 @@ pub(crate) async fn adopt<B: Backend>(
         match take_over::<B>(host, Arc::clone(&process), paths, record).await {
             Ok(vm) => return Ok(Some(Box::new(vm))),
             Err(error) => {
-                tracing::warn!(dir = %paths.dir.display(), %error, "cannot take over a machine: it is ended");
+                tracing::warn!(dir = %paths.dir.display(), %error, "cannot adopt a machine; ending it");
                 process::end(&process).await?;
             }
         }

@@ -163,7 +163,7 @@ fn cannot_kill(source: io::Error) -> EngineError {
 }
 
 fn does_not_die() -> EngineError {
-    EngineError::Monitor("does not die".into())
+    EngineError::Monitor("does not exit after SIGKILL".into())
 }
 
 #[cfg(test)]

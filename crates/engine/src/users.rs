@@ -80,16 +80,16 @@ pub(crate) fn chown_to(path: &Path, user: Option<u32>) -> Result<()> {
     let Some(id) = user else { return Ok(()) };
     fs::set_permissions(path, Permissions::from_mode(0o600))
         .and_then(|()| chown(path, Some(id), Some(id)))
-        .map_err(EngineError::at("hand over", path))
+        .map_err(EngineError::at("change the owner of", path))
 }
 
 /// Lets monitors read a base file, as far as its directory lets them reach it.
 pub(crate) fn chmod_readable(path: &Path) -> Result<()> {
-    let mode = fs::metadata(path).map_err(EngineError::at("look at", path))?.mode();
+    let mode = fs::metadata(path).map_err(EngineError::at("inspect", path))?.mode();
     if mode & 0o004 != 0 {
         return Ok(());
     }
-    fs::set_permissions(path, Permissions::from_mode(0o644)).map_err(EngineError::at("open up", path))
+    fs::set_permissions(path, Permissions::from_mode(0o644)).map_err(EngineError::at("chmod", path))
 }
 
 #[cfg(test)]

@@ -371,7 +371,7 @@ async fn a_thaw_outlives_the_zygote_of_stored_files() -> Result<()> {
     let fresh = lab.freeze(parent.as_ref()).await?;
     let (thawed, paths) = lab.thaw_without_zygote(&fresh, &[pid(parent.as_ref())?]).await?;
     let error = thawed.map(drop).err().context("thawed off nothing")?;
-    assert!(error.to_string().contains("cannot be talked to"), "{error}");
+    assert!(error.to_string().contains("cannot be reached"), "{error}");
     assert_eq!(fs::read_dir(&paths.dir)?.count(), 1, "only the run directory is left");
     assert_eq!(fs::read_dir(&paths.run_dir)?.count(), 0);
 
@@ -824,7 +824,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         assert_eq!(limit(lineage, "memory.max")?.trim(), sum.to_string());
         assert_eq!(limit(&one, "pids.max")?.trim(), "512");
     }
-    let mut complaints = BTreeSet::new();
+    let mut stderr_pipes = BTreeSet::new();
     for machine in [&machine, &child] {
         let pid = pid(machine.as_ref())?;
         for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
@@ -835,9 +835,9 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         assert_eq!(
             ours.filter(|fd| *fd == stderr).count(),
             1,
-            "nobody hears what it complains of: {stderr:?}"
+            "no reader for its standard error: {stderr:?}"
         );
-        complaints.insert(stderr);
+        stderr_pipes.insert(stderr);
         assert_eq!((status(pid, "NoNewPrivs:")?, status(pid, "Seccomp:")?), ("1".into(), "2".into()));
         let dir = machine.paths().dir.clone();
         for layer in fs::read_dir(dir.join("layers"))? {
@@ -846,7 +846,7 @@ async fn a_monitor_has_nothing_but_its_machine() -> Result<()> {
         }
         UnixStream::connect(machine.agent_socket())?;
     }
-    assert_eq!(complaints.len(), 2, "one would be taken for the other's");
+    assert_eq!(stderr_pipes.len(), 2, "messages of the two machines would be mixed up");
     // Of its base files it can write none: the layer that both have is not the inode that the parent wrote.
     let writable = writable(pid(machine.as_ref())?)?;
     for entry in fs::read_dir(frozen.image().dir.join("layers"))? {

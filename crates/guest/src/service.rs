@@ -228,7 +228,7 @@ impl Guest for Agent {
 
     async fn put_secrets(&self, request: Request<SealedSecrets>) -> Answer<Done> {
         let secrets = self.open(&request.into_inner())?;
-        secrets::put_back(&secrets).map_err(|error| failed("put the secrets back", &error))?;
+        secrets::put_back(&secrets).map_err(|error| failed("restore the secrets", &error))?;
         Ok(Response::new(Done {}))
     }
 

@@ -104,7 +104,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
         }
         let query = axum::extract::Query::try_from_uri(&parts.uri).map_err(|refusal| {
             let text = refusal.body_text();
-            Error::Invalid(text.replacen("Failed to deserialize query string", "the query is wrong", 1))
+            Error::Invalid(text.replacen("Failed to deserialize query string", "the query is invalid", 1))
         })?;
         Ok(Self(query.0))
     }
@@ -140,7 +140,7 @@ impl<T: DeserializeOwned, S: Send + Sync, const CAP: usize> FromRequest<S> for J
 /// Reads a whole body.
 pub(super) async fn read(headers: &HeaderMap, body: Body, cap: usize) -> Result<Vec<u8>> {
     let slow =
-        |_| Err(Error::Slow(format!("the request body did not come within {} s", BODY_WHOLE.as_secs())));
+        |_| Err(Error::Slow(format!("the request body did not arrive within {} s", BODY_WHOLE.as_secs())));
     tokio::time::timeout(BODY_WHOLE, read_patiently(headers, body, cap)).await.unwrap_or_else(slow)
 }
 
@@ -191,8 +191,8 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         let path = error.path().to_string();
         let inner = error.into_inner();
         Error::Invalid(match inner.classify() {
-            serde_json::error::Category::Data if path == "." => format!("the request body is wrong: {inner}"),
-            serde_json::error::Category::Data => format!("{path} is wrong: {inner}"),
+            serde_json::error::Category::Data if path == "." => format!("the request body is invalid: {inner}"),
+            serde_json::error::Category::Data => format!("{path} is invalid: {inner}"),
             _ => format!("the request body is not valid JSON: {inner}"),
         })
     })?;
@@ -220,7 +220,7 @@ mod tests {
     fn refusals_name_the_field_or_the_position() {
         let of = |body: &str| parse::<CreateSandbox>(body.as_bytes()).unwrap_err().to_string();
         assert!(
-            of(r#"{"ttl_seconds":"x"}"#).starts_with("ttl_seconds is wrong: invalid type"),
+            of(r#"{"ttl_seconds":"x"}"#).starts_with("ttl_seconds is invalid: invalid type"),
             "{}",
             of("x")
         );
@@ -246,7 +246,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_body_that_trickles_is_not_waited_for_for_ever() {
         for (apart, limit, why) in [
-            (Duration::from_secs(7), BODY_WHOLE, "did not come within 300 s"),
+            (Duration::from_secs(7), BODY_WHOLE, "did not arrive within 300 s"),
             (BODY_IDLE * 2, BODY_IDLE, "stopped arriving for 60 s"),
         ] {
             let begun = tokio::time::Instant::now();

@@ -36,14 +36,14 @@ impl Default for Metrics {
         };
         let mut registry = Registry::default();
         let keiki = registry.sub_registry_with_prefix("keiki");
-        keiki.register("http_requests", "Requests that were answered", metrics.requests.clone());
+        keiki.register("http_requests", "Requests answered", metrics.requests.clone());
         keiki.register_with_unit(
             "http_request",
-            "Request to the head of its answer",
+            "Time from request to response head",
             Unit::Seconds,
             metrics.request_times.clone(),
         );
-        keiki.register("http_connections", "Connections that are open", metrics.connections.clone());
+        keiki.register("http_connections", "Open connections", metrics.connections.clone());
         keiki.register(
             "http_connections_refused",
             "Connections answered 503 because too many were open",

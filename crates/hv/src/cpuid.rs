@@ -182,7 +182,7 @@ impl CpuModel {
         }
         let (theirs, ours) = (vendor(&self.entries), vendor(&host.iter().map(numbers).collect::<Vec<_>>()));
         if theirs != ours {
-            let text = format!("the machine was started on a processor of {theirs}, this one is of {ours}");
+            let text = format!("the machine was started on a processor from {theirs}, this one is from {ours}");
             return Err(Error::State(text));
         }
         let mut missing = Vec::new();
@@ -390,7 +390,7 @@ mod tests {
             u32::from_le_bytes(*b"ineI"),
         ]);
         let error = foreign.check_against(&host).unwrap_err().to_string();
-        assert!(error.contains("a processor of GenuineIntel, this one is of ????"), "{error}");
+        assert!(error.contains("a processor from GenuineIntel, this one is from ????"), "{error}");
     }
 
     #[test]

@@ -145,7 +145,7 @@ impl GuestRam {
     /// RAM over `file`, mapped privately: writes stay in this process. The descriptor is not needed
     /// afterwards.
     pub fn over(file: &File) -> Result<Self> {
-        let looking = "looking at the memory file";
+        let looking = "inspecting the memory file";
         let size = file.metadata().map_err(Error::io(looking))?.len();
         let ram = Self::anonymous(size, HugePages::Advise)?;
         for data in keiki_sys::sparse::data(file, BLOCK).map_err(Error::io(looking))? {

@@ -195,7 +195,7 @@ impl Vm {
         ];
         for (chip, id, name) in chips {
             if chip.chip_id != id {
-                let text = format!("the saved {name} says that it is interrupt controller {}", chip.chip_id);
+                let text = format!("the saved {name} claims to be interrupt controller {}", chip.chip_id);
                 return Err(Error::State(text));
             }
             self.fd.set_irqchip(chip).map_err(Error::errno("KVM_SET_IRQCHIP"))?;

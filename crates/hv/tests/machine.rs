@@ -274,7 +274,7 @@ fn a_state_of_something_else_is_refused() {
         vm.restore(&state).expect_err("it was taken").to_string()
     };
     assert!(refused(&|s| s.version = 9).contains("machine has version 9"));
-    assert!(refused(&|s| s.ioapic.chip_id = 0).contains("I/O APIC says that it is interrupt controller 0"));
+    assert!(refused(&|s| s.ioapic.chip_id = 0).contains("I/O APIC claims to be interrupt controller 0"));
     assert!(refused(&|s| s.pic_master.chip_id = 77).contains("first PIC"));
     // A valid state is still accepted.
     vcpus[0].restore(&vcpus[0].save().unwrap()).unwrap();

@@ -159,7 +159,7 @@ fn bootstrap(builder: &Builder, spec: &RootfsSpec, tree: &Path, lock: &File) -> 
     say(1, "reading the package lists");
     // No SOURCE_DATE_EPOCH: with it, Python's compiled files would check their source by hash at
     // each import.
-    let action = format!("making the root disk of `{}`", spec.name);
+    let action = format!("creating the root disk of `{}`", spec.name);
     let tool = Tool::leashed("mmdebstrap", "mmdebstrap".as_ref(), action);
     let tmp = builder.cache.dir("tmp")?;
     tool.holding(lock)?.dir(&tmp).args(&args).env("TMPDIR", &tmp).env("KEIKI_DEBS", debs).lines(|line| {

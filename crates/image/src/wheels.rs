@@ -161,7 +161,7 @@ pub(crate) fn host_pip(builder: &Builder, lock: &File) -> Result<PathBuf> {
         return Ok(python);
     }
     let scratch = builder.cache.scratch("python")?;
-    let action = "making a Python environment to download with";
+    let action = "creating a Python environment for the downloads";
     let tool = Tool::leashed("python3", "python3".as_ref(), action).holding(lock)?;
     tool.args(["-m", "venv"]).args([&scratch]).lines(|_| ())?;
     builder.cache.publish(&scratch, &home)?;

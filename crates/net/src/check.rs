@@ -106,7 +106,7 @@ fn forward_policy() -> Check {
     const NAME: &str = "forward policy";
     let listed = match rules::nft(&["-j", "list", "chains"], "") {
         Ok(output) if output.status.success() => output.stdout,
-        _ => return bad(NAME, "unknown, because nft does not work", "see the check of nftables"),
+        _ => return bad(NAME, "unknown, because nft does not work", "see the nftables check"),
     };
     let dropping = dropping_chains(&listed);
     if dropping.is_empty() {

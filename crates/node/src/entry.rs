@@ -219,8 +219,8 @@ fn made_sandboxes(node: &Inner, made: &[String]) -> Result<Vec<Sandbox>> {
 
 fn gone() -> Error {
     Error::Conflict(
-        "the request with this Idempotency-Key was carried out, and what it made has been deleted since: \
-         send a new key to make another"
+        "the request with this Idempotency-Key was carried out, and what it created has been deleted since: \
+         send a new key to create another"
             .into(),
     )
 }

@@ -27,7 +27,7 @@ async fn put_back_left(id: SandboxId, guest: &GuestLink, run: &Path) {
         Err(error) => Err(error),
     };
     match put {
-        Ok(()) => tracing::info!(%id, "restored secrets that an earlier node had taken out"),
+        Ok(()) => tracing::info!(%id, "restored secrets that an earlier node had removed for a freeze"),
         Err(error) => tracing::error!(%id, error = &error as &dyn std::error::Error, "secrets are lost"),
     }
 }
@@ -193,7 +193,7 @@ impl Inner {
         if let Ok(Err(error)) = tidied.await {
             tracing::warn!(
                 error = &error as &dyn std::error::Error,
-                "an unfinished build stays in the cache"
+                "cannot remove an unfinished build from the cache"
             );
         }
         self.keep_only("scratch", &HashSet::new()).await

@@ -107,7 +107,7 @@ impl Use {
                     continue;
                 }
             };
-            let what = format!("sandbox {} {what} while this ran", self.sandbox.id);
+            let what = format!("sandbox {} {what} while the operation ran", self.sandbox.id);
             return match status {
                 Status::Failed => Error::Failed { what, console: console_of(&self.sandbox.record()) },
                 _ => Error::Conflict(what),

@@ -114,13 +114,13 @@ impl Node {
         inner.fleet.engine.close().await;
         for sandbox in inner.sandboxes.all().into_iter().filter(|_| inner.config.ephemeral) {
             if let Err(error) = inner.delete(sandbox.id).await {
-                tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "could not be ended");
+                tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "cannot delete a sandbox");
             }
         }
         // A build that was given up.
         let named = inner.sandboxes.all().iter().map(|sandbox| sandbox.id).collect();
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
-            tracing::error!(error = &error as &dyn std::error::Error, "something is left behind");
+            tracing::error!(error = &error as &dyn std::error::Error, "cannot remove everything that was left behind");
         }
         inner.journal.events.flush().await;
         if !inner.config.ephemeral {
@@ -194,9 +194,9 @@ async fn is_loopback(listen: &str) -> bool {
 fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
     use std::os::unix::fs::MetadataExt;
     let meta = std::fs::metadata(data)
-        .map_err(|cause| Error::internal("cannot look at the data directory", cause))?;
+        .map_err(|cause| Error::internal("cannot inspect the data directory", cause))?;
     let tag = format!("{:06x}", (meta.ino() ^ (meta.dev() << 12)) & 0xff_ffff);
-    tag.parse().map_err(|error| Error::internal("no tag for this node", anyhow::anyhow!("{error}")))
+    tag.parse().map_err(|error| Error::internal("cannot derive a tag for this node", anyhow::anyhow!("{error}")))
 }
 
 #[cfg(test)]

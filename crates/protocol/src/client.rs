@@ -211,7 +211,7 @@ where
                 }
                 seen += got;
                 if seen > MAX_RUBBISH {
-                    return Err(io::Error::other("it sends data without end and no hello"));
+                    return Err(io::Error::other("it keeps sending data, but no hello"));
                 }
                 for at in 0..got {
                     let Some(theirs) = scanner.push(buffer[at]) else { continue };

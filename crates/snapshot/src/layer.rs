@@ -33,12 +33,12 @@ pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static
         // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its
         // own.
         () if incompatible & !1 != 0 || number(88, 8) != 0 => {
-            Err("needs features that our layers do not have")
+            Err("uses features that Keiki's layers never use")
         }
         () if snapshots != 0 => Err("has internal snapshots"),
-        () if cluster_bits != u64::from(CLUSTER_BITS) => Err("has clusters of another size than 64 KiB"),
-        () if size != disk => Err("is for a disk of another size"),
-        () if disk > MAX_DISK => Err("is for a disk larger than any"),
+        () if cluster_bits != u64::from(CLUSTER_BITS) => Err("has a cluster size other than 64 KiB"),
+        () if size != disk => Err("is for a disk of a different size"),
+        () if disk > MAX_DISK => Err("is for a disk larger than the maximum"),
         () if l1_entries > MAX_L1_ENTRIES || refcount_clusters > MAX_REFCOUNT_CLUSTERS => {
             Err("has tables larger than any disk needs")
         }

@@ -128,7 +128,7 @@ fn check(manifest: &Manifest) -> Result<(), SnapshotError> {
     }
     if manifest.layers.is_empty() || manifest.layers.len() > MAX_LAYERS {
         return refuse(format!(
-            "it has {} disk layers; 1 to {MAX_LAYERS} are possible",
+            "it has {} disk layers; 1 to {MAX_LAYERS} are allowed",
             manifest.layers.len()
         ));
     }
@@ -145,10 +145,10 @@ fn check(manifest: &Manifest) -> Result<(), SnapshotError> {
 fn check_layer(index: usize, layer: &DiskLayer) -> Result<(), SnapshotError> {
     check_layer_name(&layer.name)?;
     if (layer.format == Format::Raw) != (index == 0) {
-        return refuse("only its bottom disk layer, and no other, must be raw");
+        return refuse("its bottom disk layer must be raw, and no other");
     }
     if layer.bytes > u64::from(MAX_MIB) << 21 {
-        return refuse(format!("disk layer {} is larger than any disk", layer.name));
+        return refuse(format!("disk layer {} is larger than the largest disk", layer.name));
     }
     Ok(())
 }

@@ -40,7 +40,7 @@ pub struct CreateSandbox {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
     /// Files in `/run/keiki/secrets`, by name. With `from_snapshot`, adds to the snapshot's secrets
-    /// and gives new values to those whose fate is `replace`.
+    /// and gives new values to those whose `on_restore` is `replace`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
@@ -171,7 +171,7 @@ pub struct ForkSandbox {
     /// TTL of the children; the parent's by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
-    /// Adds to the parent's secrets, and gives new values to those whose fate is `replace`.
+    /// Adds to the parent's secrets, and gives new values to those whose `on_fork` is `replace`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secrets: Option<BTreeMap<String, secrets::Secret>>,
 }
@@ -389,7 +389,7 @@ pub struct FsChange {
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Snapshot {
     pub id: SnapshotId,
-    /// Sandbox it was taken of.
+    /// Sandbox it was taken from.
     pub sandbox_id: SandboxId,
     /// Template its lineage started from.
     pub template: String,

@@ -69,7 +69,7 @@ impl DeviceManager {
         let net = Net::new(tap, config.devices.mac).map_err(Error::host("setting up the tap"))?;
         let agent = Console::new(agent, &config.devices.agent_port)
             .map_err(Error::host("listening for the agent"))?;
-        let rng = Rng::new().map_err(Error::host("making the entropy device"))?;
+        let rng = Rng::new().map_err(Error::host("creating the entropy device"))?;
         let mut windows = vec![
             first,
             virtio(vm, 1, net)?.1,
@@ -87,10 +87,10 @@ impl DeviceManager {
         }
         let log = ConsoleLog::new(Some(console.into())).map_err(Error::host("opening the console log"))?;
         let serial = shared(Serial::new(log, Arc::new(Line { vm: vm.clone(), gsi: layout::SERIAL_GSI })));
-        let power = shared(Power::new().map_err(Error::host("making the power registers"))?);
+        let power = shared(Power::new().map_err(Error::host("creating the power registers"))?);
         let line = Box::new(Line { vm: vm.clone(), gsi: layout::GENERATION_GSI });
         let generation = VmGenId::new(memory, GuestAddress(layout::GENERATION_ID), line)
-            .map_err(Error::host("making the generation ID"))?;
+            .map_err(Error::host("creating the generation ID"))?;
         let generation = shared(generation);
         let mut devices: Vec<Shared> = windows.iter().map(|window| window.device.clone()).collect();
         devices.extend([serial.clone() as Shared, power.clone(), generation.clone()]);
@@ -227,7 +227,7 @@ fn virtio<D: VirtioDevice + 'static>(
         layout::mmio_window(number).ok_or(Error::Invalid("too many devices".into()))?;
     let line = Box::new(Line { vm: vm.clone(), gsi });
     let device = Mmio::new(device, vm.ram().memory().clone(), line);
-    let device = device.map_err(Error::host("making a device"))?;
+    let device = device.map_err(Error::host("creating a device"))?;
     for (queue, event) in (0..).zip(device.queue_events()) {
         vm.notify(event.as_fd(), base + NOTIFY, queue)?;
     }

@@ -91,7 +91,7 @@ impl Frozen {
 
     /// Reads a state file, which must have this digest.
     pub fn read(file: &mut File, digest: &[u8; 32]) -> Result<Self> {
-        let size = file.metadata().map_err(Error::host("looking at the state file"))?.len();
+        let size = file.metadata().map_err(Error::host("inspecting the state file"))?.len();
         if size > MAX_BYTES {
             return refused(format!("the state file has {size} bytes, at most {MAX_BYTES} are read"));
         }
@@ -122,7 +122,7 @@ impl Frozen {
         let mut parts = parts.into_iter().peekable();
         let Machine { shape, mac, agent_port } = unpack(parts.next(), MACHINE, MACHINE_VERSION)?;
         if !(1..=u32::from(crate::boot::layout::MAX_VCPUS)).contains(&shape.vcpus) {
-            return refused(format!("the state file is of a machine with {} vCPUs", shape.vcpus));
+            return refused(format!("the state file is from a machine with {} vCPUs", shape.vcpus));
         }
         let cpu: CpuModel = unpack(parts.next(), CPU, number(CPU_MODEL))?;
         if u32::from(cpu.vcpus) != shape.vcpus {
@@ -142,7 +142,7 @@ impl Frozen {
         let disks: Vec<Disk> =
             further.map_or(Ok(Vec::new()), |part| unpack(Some(part), DISKS, DISKS_VERSION))?;
         if disks.len() > MAX_DISKS {
-            let text = format!("the state file is of a machine with {} further disks", disks.len());
+            let text = format!("the state file is from a machine with {} additional disks", disks.len());
             return refused(text);
         }
         let config = Config { shape, devices: Devices { mac, agent_port, disks } };
@@ -272,7 +272,7 @@ mod tests {
             assert_eq!((again.config, again.devices.len()), (with(disks).config, 1));
         }
         let error = Frozen::from_bytes(&with(MAX_DISKS + 1).to_bytes().unwrap()).unwrap_err();
-        assert_eq!(error.to_string(), "the state file is of a machine with 9 further disks");
+        assert_eq!(error.to_string(), "the state file is from a machine with 9 additional disks");
         let mut parts: Vec<State> =
             postcard::from_bytes(&with(1).to_bytes().unwrap()[FRAME.header_len()..]).unwrap();
         parts[5].version = 77;
@@ -308,8 +308,8 @@ mod tests {
             change(&mut frozen);
             Frozen::from_bytes(&frozen.to_bytes().unwrap()).expect_err("it was taken").to_string()
         };
-        assert_eq!(changed(&|f| f.config.shape.vcpus = 0), "the state file is of a machine with 0 vCPUs");
-        assert_eq!(changed(&|f| f.config.shape.vcpus = 99), "the state file is of a machine with 99 vCPUs");
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 0), "the state file is from a machine with 0 vCPUs");
+        assert_eq!(changed(&|f| f.config.shape.vcpus = 99), "the state file is from a machine with 99 vCPUs");
         assert!(changed(&|f| f.cpu.vcpus = 1).contains("a different number of vCPUs"));
         assert!(changed(&|f| f.vcpus.swap(0, 1)).contains("vCPU 1 where vCPU 0 is expected"));
         assert!(changed(&|f| f.vcpus.truncate(1)).contains("state of a thing device where"));

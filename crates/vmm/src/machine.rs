@@ -136,7 +136,7 @@ impl Machine {
         fill: impl FnOnce(&Vm, &DeviceManager, &[keiki_hv::Vcpu]) -> Result<()>,
     ) -> Result<Self> {
         let vm = kvm.create_vm(ram)?;
-        let end = Arc::new(Event::new().map_err(Error::host("making an event"))?);
+        let end = Arc::new(Event::new().map_err(Error::host("creating an event"))?);
         let fd = |fd: &OwnedFd| fd.try_clone().map_err(Error::host("copying a descriptor"));
         let (listener, log) = (fd(&fds.listener)?, File::from(fd(&fds.console)?));
         let devices = DeviceManager::new(&vm, &config, fds)?;
@@ -265,7 +265,7 @@ impl Machine {
                 Ok(FreezeOutcome::Machine(reply)) => Ok(reply),
                 Err(error) => Err(error),
             },
-            other => Err(Error::Invalid(format!("{} is not for a machine", other.name()))),
+            other => Err(Error::Invalid(format!("a machine does not accept {}", other.name()))),
         };
         let reply = reply.unwrap_or_else(|error| error.reply());
         if self.server.as_mut().is_some_and(|server| server.answer(&reply).is_err()) {

@@ -56,7 +56,7 @@ fn begin(start: &Start) -> crate::Result<Server> {
     let control =
         keiki_sys::process::inherited(start.control).map_err(Error::host("the control descriptor"))?;
     fork::close_all_but(&[control.as_fd()]).map_err(Error::host("closing inherited descriptors"))?;
-    fork::ignore_children().map_err(Error::host("leaving children to the kernel"))?;
+    fork::ignore_children().map_err(Error::host("having the kernel reap children"))?;
     keiki_hv::install_kick()?;
     if let Some(user) = start.user {
         jail::enter(user, start).map_err(Error::host("entering the jail"))?;
@@ -95,7 +95,7 @@ fn blank(mut server: Server) -> ProcessState {
                     error.reply()
                 }
             },
-            other => Error::Invalid(format!("{} is not for a blank monitor", other.name())).reply(),
+            other => Error::Invalid(format!("a blank monitor does not accept {}", other.name())).reply(),
         };
         if server.answer(&reply).is_err() {
             exit_with(0);

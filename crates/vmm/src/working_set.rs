@@ -59,7 +59,7 @@ impl WorkingSet {
     /// costs speed only.
     pub fn map_into(&self, ram: &GuestRam, vcpu: &Vcpu) -> crate::Result<()> {
         let written: Vec<_> = self.written.iter().flat_map(|part| ram.over_file(part)).collect();
-        ram.make_private(&written).map_err(crate::Error::host("copying pages ahead"))?;
+        ram.make_private(&written).map_err(crate::Error::host("copying the working set"))?;
         for range in self.all.iter().flat_map(|part| ram.over_file(part)) {
             ram.pieces(&range).try_for_each(|piece| vcpu.prefault(piece.guest, piece.len))?;
         }

@@ -89,13 +89,13 @@ impl Zygote {
         let (is, wanted) = (frozen.config.shape, load.shape);
         if is != wanted {
             return Err(Error::Refused(format!(
-                "the state file is of a machine with {} vCPUs and {} MiB, not {} and {}",
+                "the state file is from a machine with {} vCPUs and {} MiB, not {} and {}",
                 is.vcpus, is.memory_mib, wanted.vcpus, wanted.memory_mib
             )));
         }
         frozen.cpu.check(&kvm.supported_cpuid()?)?;
         let memory = File::from(descriptors.take(Role::Memory)?);
-        let size = memory.metadata().map_err(Error::host("looking at the memory file"))?.len();
+        let size = memory.metadata().map_err(Error::host("inspecting the memory file"))?.len();
         if size != u64::from(is.memory_mib) << 20 {
             let text = format!("the memory file has {size} bytes, the machine has {} MiB", is.memory_mib);
             return Err(Error::Refused(text));
@@ -134,7 +134,7 @@ impl Zygote {
                         Err(error) => Err(error),
                     }
                 }
-                other => Err(Error::Invalid(format!("{} is not for a zygote", other.name()))),
+                other => Err(Error::Invalid(format!("a zygote does not accept {}", other.name()))),
             };
             // None: a copy answers.
             let Some(reply) = reply.unwrap_or_else(|error| Some(error.reply())) else { continue };

@@ -208,7 +208,7 @@ fn disks_are_frozen_together() {
     // A machine with other disks than its state says does not start.
     host.disks.pop();
     let error = host.try_thaw(&mut loaded).err().expect("it was taken").to_string();
-    assert_eq!(error, "Thaw needs a descriptor for a layer of further disk 2, and has none");
+    assert_eq!(error, "Thaw needs a descriptor for a layer of additional disk 2, and has none");
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn a_chain_of_a_further_disk_is_shortened_alone() {
     let fds = [(Role::DiskLayer(3), File::open(&flat).unwrap().into())];
     let error = machine.client.call(&Request::Layers, &borrow(&fds), monitor::PATIENCE).unwrap_err();
     assert!(matches!(&error, ControlError::Failed { .. }), "{error}");
-    assert!(error.to_string().contains("further disk 3"), "{error}");
+    assert!(error.to_string().contains("additional disk 3"), "{error}");
     let fds = [(Role::DiskLayer(1), File::open(&flat).unwrap().into())];
     let error = machine.client.call(&Request::Layers, &borrow(&fds), monitor::PATIENCE).unwrap_err();
     assert_eq!(error.to_string(), "a disk without a writable layer has no layer to switch to");

@@ -251,11 +251,11 @@ fn what_makes_no_sense_is_refused_and_changes_nothing() {
         monitor.client.call(request, &[], monitor::PATIENCE).expect_err("it was taken").to_string()
     };
     let mut blank = host.blank();
-    assert_eq!(refused(&mut blank, &Request::Pause), "Pause is not for a blank monitor");
+    assert_eq!(refused(&mut blank, &Request::Pause), "a blank monitor does not accept Pause");
     let mut machine = host.boot(SILENT);
     assert!(refused(&mut machine, &Request::Persist).contains("Persist needs a descriptor"));
     let mut zygote = frozen(&host, &mut machine);
-    assert_eq!(refused(&mut zygote, &Request::Resume), "Resume is not for a zygote");
+    assert_eq!(refused(&mut zygote, &Request::Resume), "a zygote does not accept Resume");
     machine.counts();
     host.thaw(&mut zygote).counts();
     for (vcpus, mib, why) in

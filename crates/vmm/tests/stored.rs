@@ -146,7 +146,7 @@ fn files_that_are_wrong_are_refused_by_what_is_wrong() {
     // The other file, and what the node says about both.
     let shape = Shape { vcpus: 2, memory_mib: 16 };
     let error = refused(&Stored { shape, ..stored.clone() });
-    assert_eq!(error, "the state file is of a machine with 1 vCPUs and 16 MiB, not 2 and 16");
+    assert_eq!(error, "the state file is from a machine with 1 vCPUs and 16 MiB, not 2 and 16");
     let short = host.path("mem");
     fs::copy(&stored.memory, &short).unwrap();
     fs::OpenOptions::new().write(true).open(&short).unwrap().set_len(15 << 20).unwrap();
@@ -270,7 +270,7 @@ fn a_processor_that_is_not_here_is_refused_by_name() {
     vendor[4..].copy_from_slice(&[*b"Nobo", *b"Ever", *b"dysF"].map(u32::from_le_bytes));
     let error = refusal(&host, &with_state(&host, &stored, &frozen));
     assert!(
-        error.starts_with("the machine was started on a processor of NobodysFEver, this one is of "),
+        error.starts_with("the machine was started on a processor from NobodysFEver, this one is from "),
         "{error}"
     );
     host.thaw(&mut host.load(&stored)).counts();

@@ -55,7 +55,7 @@ pub async fn a_snapshot_says_why_it_should_be_made_anew(world: Arc<World>) -> Re
         table.lines().find(|line| line.contains(&snapshot.id.to_string())).context("it is not listed")?;
     ensure!(line.contains("template rebuilt, old, too old to restore"), "{table}");
 
-    let words = "and this node restores none older than";
+    let words = "and this node does not restore snapshots older than";
     refused(node.client.restore(snapshot.id, CreateSandbox::default()).await, 409, words)?;
     // New snapshots have the new template's version.
     let fresh = Sandbox::create(&node.client).await?.snapshot().await?;

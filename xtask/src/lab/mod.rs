@@ -132,7 +132,7 @@ fn attempt_to_run(args: &Args, parts: &Parts, state: &Path, again: bool) -> Resu
     }
     let status = disk.status()?;
     if status.is_none() {
-        eprintln!("{}", qemu::last_words(&place.dir));
+        eprintln!("{}", qemu::console_tail(&place.dir));
     }
     Ok(status)
 }

@@ -42,7 +42,7 @@ pub(super) enum Ended {
 }
 
 /// The end of what the machine's kernel said.
-pub(super) fn last_words(logs: &Path) -> String {
+pub(super) fn console_tail(logs: &Path) -> String {
     let text = fs::read(logs.join(KERNEL_LOG)).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let lines: Vec<&str> = text.lines().collect();

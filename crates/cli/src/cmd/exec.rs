@@ -100,7 +100,7 @@ async fn read_stdin() -> Result<Vec<u8>, Failure> {
         let mut bytes = Vec::new();
         std::io::stdin().lock().take(MAX_STDIN + 1).read_to_end(&mut bytes).map(|_| bytes)
     };
-    let ended = |_| Failure::Wrong("the thread that reads standard input died".into());
+    let ended = |_| Failure::Wrong("the thread that reads standard input panicked".into());
     let bytes = unless_interrupted(async {
         tokio::task::spawn_blocking(read)
             .await

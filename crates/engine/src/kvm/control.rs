@@ -121,7 +121,7 @@ pub(super) fn failed(error: ControlError) -> EngineError {
             EngineError::Monitor(format!("refused: {}", plain(&sentence)))
         }
         ControlError::Io(source) => EngineError::Io { what: "cannot talk to the monitor".into(), source },
-        other => EngineError::Monitor(format!("cannot be talked to: {other}")),
+        other => EngineError::Monitor(format!("cannot be reached: {other}")),
     }
 }
 

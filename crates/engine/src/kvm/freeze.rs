@@ -49,7 +49,7 @@ async fn try_freeze(
     // A freeze whose outcome is not known would be overwritten, and with it a layer forgotten.
     reconcile(vm, record).await;
     if record.next_top.is_some() || record.engine.unsure {
-        return Err(EngineError::Monitor("does not say which layers its disk has".into()));
+        return Err(EngineError::Monitor("does not report which layers its disk has".into()));
     }
     chain::wait_short_enough(vm, record).await?;
     let top = prepare(vm, record).await?;

@@ -61,7 +61,7 @@ pub fn is_native(binary: &Path) -> (bool, String) {
 fn words(speed: u64) -> String {
     let (millions, native) = (speed / 1_000_000, NATIVE / 1_000_000);
     format!(
-        "a guest runs {millions} million instructions a second on KVM, where hardware reaches {native} at least"
+        "a guest runs {millions} million instructions a second on KVM; hardware reaches at least {native}"
     )
 }
 

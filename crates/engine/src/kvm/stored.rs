@@ -68,7 +68,7 @@ impl StoredFiles {
 
     /// Which file the memory is: device and inode.
     pub(super) fn key(&self) -> Result<(u64, u64)> {
-        let meta = self.memory.metadata().map_err(EngineError::at("look at", &self.dir))?;
+        let meta = self.memory.metadata().map_err(EngineError::at("inspect", &self.dir))?;
         Ok((meta.dev(), meta.ino()))
     }
 

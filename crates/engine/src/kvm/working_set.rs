@@ -64,7 +64,7 @@ pub(super) fn read_ahead(dir: &Path, memory: &File) {
         Ok(())
     };
     if let Err(error) = read() {
-        tracing::debug!(dir = %dir.display(), %error, "nothing is read ahead");
+        tracing::debug!(dir = %dir.display(), %error, "cannot read the working set ahead");
     }
 }
 

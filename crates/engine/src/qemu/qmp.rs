@@ -60,7 +60,7 @@ impl Qmp {
         };
         timeout(patience, Self::greet(stream))
             .await
-            .map_err(|_| EngineError::Monitor("did not greet in time".into()))?
+            .map_err(|_| EngineError::Monitor("did not send its greeting in time".into()))?
     }
 
     async fn greet(stream: UnixStream) -> Result<Self> {

@@ -168,7 +168,7 @@ impl Copier {
             let end = offset + (addresses.end - addresses.start);
             // A hole needs no transaction to become one.
             let data = keiki_sys::sparse::next_data(&self.image, *offset)
-                .map_err(EngineError::at("look at", &self.path))?;
+                .map_err(EngineError::at("inspect", &self.path))?;
             if let Some(data) = data.filter(|data| *data < end) {
                 keiki_sys::files::punch(&self.image, data, end - data)
                     .map_err(EngineError::at("write", &self.path))?;

@@ -202,7 +202,7 @@ impl Guest {
             Ok(Err(error)) => format!("the guest cannot be asked ({error:#})"),
             Err(_) => "the guest does not answer".into(),
         };
-        bail!("{why}; {}", guest.last_words().await);
+        bail!("{why}; {}", guest.console_tail().await);
     }
 
     /// Runs a line in the guest's shell and returns what it printed.
@@ -216,14 +216,14 @@ impl Guest {
         };
         let output = match timeout(PATIENCE, answer).await {
             Ok(Ok(output)) => output,
-            Ok(Err(error)) => bail!("no answer to {line} ({error:#}); {}", self.last_words().await),
-            Err(_) => bail!("no answer to {line}; {}", self.last_words().await),
+            Ok(Err(error)) => bail!("no answer to {line} ({error:#}); {}", self.console_tail().await),
+            Err(_) => bail!("no answer to {line}; {}", self.console_tail().await),
         };
         let clean: Vec<_> = output.lines().filter(|line| !line.starts_with("<<")).collect();
         Ok(clean.join("\n"))
     }
 
-    async fn last_words(&self) -> String {
+    async fn console_tail(&self) -> String {
         let console = self.machine.console(4000).await;
         format!("its console: {}", String::from_utf8_lossy(&console))
     }

@@ -507,5 +507,5 @@ fn base_template() -> Template {
 }
 
 fn gone() -> Error {
-    Error::Conflict("what the request with this Idempotency-Key made has been deleted since".into())
+    Error::Conflict("what the request with this Idempotency-Key created has been deleted since".into())
 }

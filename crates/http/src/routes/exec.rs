@@ -28,7 +28,7 @@ const KEPT: usize = 16 << 20;
 /// The id of the command, in an answer that starts before the command ends.
 pub(super) const EXEC: HeaderName = HeaderName::from_static("x-keiki-exec");
 
-/// Run a command and answer when it has exited.
+/// Run a command and respond when it has exited.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "exec", operation_id = "exec",
     params(("id" = String, Path, description = "The sandbox")), request_body = ExecRequest,
     responses((status = 200, description = "The command exited, with any exit code", body = ExecResult),

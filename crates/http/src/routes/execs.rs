@@ -140,7 +140,7 @@ pub(super) async fn signal(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Write to a command's standard input or terminal. Answers when the guest has taken all bytes.
+/// Write to a command's standard input or terminal. Responds when the guest has accepted all bytes.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/execs/{exec}/stdin", tag = "exec", operation_id = "write_exec",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),
         InputQuery),

@@ -209,7 +209,7 @@ macro_rules! change {
 }
 
 change!(
-/// Make a directory.
+/// Create a directory.
     mkdir, "/v1/sandboxes/{id}/fs/mkdir", []
 );
 change!(
@@ -225,7 +225,7 @@ change!(
     chmod, "/v1/sandboxes/{id}/fs/chmod", [mode]
 );
 change!(
-/// Make a symlink at `path` that points to `target`.
+/// Create a symlink at `path` that points to `target`.
     symlink, "/v1/sandboxes/{id}/fs/symlink", [target]
 );
 

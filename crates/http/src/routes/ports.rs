@@ -21,7 +21,7 @@ const USUAL: i64 = 3600;
 /// Longest lifetime of a link, in seconds.
 const LONGEST: i64 = 7 * 24 * 3600;
 
-/// List the TCP ports that have a listener in the sandbox.
+/// List listening TCP ports in the sandbox.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/ports", tag = "previews", operation_id = "list_ports",
     params(("id" = String, Path, description = "The sandbox")),
     responses((status = 200, description = "The ports", body = PortList), AuthErrors, NotFound, GuestErrors))]

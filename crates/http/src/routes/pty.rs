@@ -95,7 +95,7 @@ pub(super) async fn open(
     Ok(terminal(upgrade, session, app))
 }
 
-/// Attach to the terminal of a running command, over a WebSocket as for `exec/pty`. The previous client is told and
+/// Attach to the terminal of a running command, over a WebSocket as for `exec/pty`. The previous client is notified and
 /// disconnected. Disconnecting does not end the command.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/execs/{exec}/pty", tag = "exec", operation_id = "attach_pty",
     params(("id" = String, Path, description = "The sandbox"), ("exec" = String, Path, description = "The command"),

@@ -15,7 +15,7 @@ use keiki_types::api::{CreateSandbox, Lifecycle, Sandbox, SandboxList, SetLifecy
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Create a sandbox from a template or a snapshot. It is ready for commands when this answers.
+/// Create a sandbox from a template or a snapshot. It is ready for commands when the call returns.
 #[utoipa::path(post, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "create_sandbox",
     params(RequestKey),
     request_body = CreateSandbox,

@@ -12,7 +12,7 @@ use keiki_types::api::{ErrorBody, Snapshot, SnapshotList};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-/// Take a snapshot of a sandbox, which keeps running. The snapshot is durable when this answers.
+/// Take a snapshot of a sandbox, which keeps running. The snapshot is durable when the call returns.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", operation_id = "take_snapshot",
     params(("id" = String, Path, description = "The sandbox"),
         RequestKey),

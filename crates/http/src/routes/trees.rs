@@ -49,7 +49,7 @@ pub(super) struct WatchQuery {
 }
 
 /// Download a file or directory as a tar stream with its last name on top: modes, owners, times, links, holes. If the
-/// archive cannot be finished, the body breaks off.
+/// archive cannot be finished, the body is cut off.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/archive", tag = "files", operation_id = "read_archive",
     params(("id" = String, Path, description = "The sandbox"), PathQuery),
     responses((status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar"),
@@ -62,7 +62,7 @@ pub(super) async fn pack(
     check_path("path", &query.path)?;
     let chunks = app.api.pack(id, &query.path).await?.inspect(|chunk| {
         if let Err(error) = chunk {
-            tracing::warn!("an archive broke off: {}", crate::errors::sentence(error));
+            tracing::warn!("an archive was cut off: {}", crate::errors::sentence(error));
         }
     });
     Ok(([(header::CONTENT_TYPE, "application/x-tar")], Body::from_stream(chunks)).into_response())
@@ -73,7 +73,7 @@ pub(super) async fn pack(
 #[utoipa::path(put, path = "/v1/sandboxes/{id}/archive", tag = "files", operation_id = "write_archive",
     params(("id" = String, Path, description = "The sandbox"), UnpackQuery),
     request_body(content = Vec<u8>, content_type = "application/x-tar"),
-    responses((status = 200, description = "What was unpacked", body = FsUnpacked), AuthErrors, QueryErrors, NotFound, GuestErrors))]
+    responses((status = 200, description = "Counts of what was unpacked", body = FsUnpacked), AuthErrors, QueryErrors, NotFound, GuestErrors))]
 pub(super) async fn unpack(
     State(app): State<App>,
     SandboxPath(id): SandboxPath,

@@ -217,7 +217,7 @@ async fn a_body_that_trickles_is_408() {
     }));
     let node = node();
     let answer = send(&node, Request::post("/v1/sandboxes").body(trickle).unwrap()).await;
-    assert_eq!((answer.status.as_u16(), answer.error().contains("did not come within")), (408, true));
+    assert_eq!((answer.status.as_u16(), answer.error().contains("did not arrive within")), (408, true));
     assert!(node.calls.lock().unwrap().is_empty(), "something was begun");
 }
 

@@ -67,7 +67,7 @@ impl Drop for Server {
 
 impl Server {
     pub(crate) fn start(index: u16, sockets: Sockets, upstream: Arc<Upstream>) -> Result<Self> {
-        let serve = |doing: std::io::Error| Error::io("serve the slot's names")(doing);
+        let serve = |doing: std::io::Error| Error::io("serve DNS in the slot")(doing);
         sockets.udp.set_nonblocking(true).map_err(serve)?;
         sockets.tcp.set_nonblocking(true).map_err(serve)?;
         let shared = Arc::new(Shared {

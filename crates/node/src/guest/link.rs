@@ -162,8 +162,8 @@ impl GuestLink {
         // Not repeated: the answer of another time is sealed to the same key, which opens one.
         let mut client = self.client().await;
         let read = within(self.limits.call, client.read_secrets(limited(request))).await;
-        let read = read.map_err(|status| failed("hand its secrets over", status))?.into_inner();
-        key.open(&read).map_err(|error| unsealed("hand its secrets over", error))
+        let read = read.map_err(|status| failed("hand over its secrets", status))?.into_inner();
+        key.open(&read).map_err(|error| unsealed("hand over its secrets", error))
     }
 
     /// Overwrites them where they lie.
@@ -181,7 +181,7 @@ impl GuestLink {
         // Not repeated over a new connection: the guest's key opens one message.
         let mut client = self.client().await;
         let done = within(self.limits.call, client.put_secrets(limited(sealed))).await;
-        done.map(drop).map_err(|status| failed("take its secrets back", status))
+        done.map(drop).map_err(|status| failed("restore its secrets", status))
     }
 
     /// Secrets as they may cross the channel: sealed to a key that the guest makes for them.
@@ -269,8 +269,8 @@ pub(super) fn key_request() -> SecretKeyRequest {
 
 /// Seals them to the key that the guest answered with.
 pub(super) fn sealed_to(key: Result<SecretKeyReply, Status>, secrets: &[Plain]) -> Result<SealedSecrets> {
-    let key = key.map_err(|status| failed("make a key for its secrets", status))?;
-    seal(&key.public_key, secrets).map_err(|error| unsealed("make a key for its secrets", error))
+    let key = key.map_err(|status| failed("create a key for its secrets", status))?;
+    seal(&key.public_key, secrets).map_err(|error| unsealed("create a key for its secrets", error))
 }
 
 /// Randomness for a guest.
@@ -292,7 +292,7 @@ async fn open_released(socket: &Path, generation: u64, limit: Duration) -> Resul
     if met.hello.generation == generation {
         return Ok(opened);
     }
-    let why = format!("it is of generation {} instead of {generation}", met.hello.generation);
+    let why = format!("it has generation {} instead of {generation}", met.hello.generation);
     Err(Error::internal("the machine was not released", anyhow::anyhow!(why)))
 }
 

@@ -52,7 +52,7 @@ pub(crate) fn of_copy(
             Fate::Drop => {}
             Fate::Replace => {
                 return Err(Error::Invalid(format!(
-                    "secrets: {name} needs a new value for this copy: its fate is replace"
+                    "secrets: {name} needs a new value for this copy, because it is declared `replace`"
                 )));
             }
         }

@@ -329,7 +329,7 @@ async fn secrets_do_not_cross_in_the_clear() {
     // Its key is not valid: then nothing is sent.
     let peer = Peer::new(GOOD);
     let error = peer.release(secrets).await.err().unwrap();
-    assert!(error.to_string().contains("did not make a key for its secrets"), "{error}");
+    assert!(error.to_string().contains("did not create a key for its secrets"), "{error}");
     assert_eq!(peer.asked(), ["key"]);
     assert!(!peer.calls.lock().unwrap()[0].0.windows(4).any(|four| four == b"hush"));
 }

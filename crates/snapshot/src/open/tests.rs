@@ -121,7 +121,7 @@ fn every_field_is_checked() -> Outcome {
     refused_field("must be raw", |v| v["layers"][0]["format"] = "qcow2".into())?;
     refused_field("must be raw", |v| v["layers"][1]["format"] = "raw".into())?;
     refused_field("named twice", |v| v["layers"][1]["name"] = "a.raw".into())?;
-    refused_field("larger than any disk", |v| v["layers"][1]["bytes"] = u64::MAX.into())?;
+    refused_field("larger than the largest disk", |v| v["layers"][1]["bytes"] = u64::MAX.into())?;
     for name in ["", ".", "..", "../a", "/etc/passwd", "a/b", ".hidden", "a b", "a\0", "é"] {
         refused_field("not a plain file name", |v| v["layers"][1]["name"] = name.into())?;
     }

@@ -230,15 +230,15 @@ class Secret:
     """A file in memory, ``/run/keiki/secrets/NAME``, that only ``owner`` can read. The node does
     not store it.
 
-    Its fate in copies is ``inherit``, ``drop`` or ``replace`` (a fork or restore must give a new
+    In a copy it follows ``inherit``, ``drop`` or ``replace`` (a fork or restore must give a new
     value).
     """
 
     #: At most 64 KiB. Not part of ``repr()``.
     value: str = field(repr=False)
-    #: Fate in forks; ``inherit`` by default.
+    #: What forks get; ``inherit`` by default.
     on_fork: str | None = None
-    #: Fate in sandboxes restored from a snapshot; ``drop`` by default.
+    #: What sandboxes restored from a snapshot get; ``drop`` by default.
     on_restore: str | None = None
     #: A name, ``uid`` or ``uid:gid`` in the sandbox; root by default.
     owner: str | None = None
@@ -250,7 +250,7 @@ class Secret:
 
 
 def secrets_wire(secrets: Mapping[str, str | Secret] | None) -> Dict[str, Dict[str, str]] | None:
-    """Secrets as they are sent; a plain string has the default fates."""
+    """Secrets as they are sent; a plain string has the defaults."""
     if not secrets:
         return None
     return {

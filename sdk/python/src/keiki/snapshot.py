@@ -23,7 +23,7 @@ class Snapshot:
     def __init__(self, data: Mapping[str, Any], client: Client) -> None:
         self._client = client
         self.id: str = str(data["id"])
-        #: Sandbox it was taken of.
+        #: Sandbox it was taken from.
         self.sandbox_id: str = text(data, "sandbox_id")
         self.template: str = text(data, "template")
         self.template_version: str = text(data, "template_version")
@@ -69,7 +69,7 @@ class Snapshot:
     ) -> Sandbox:
         """Creates a sandbox that continues from the snapshot. The snapshot stays.
 
-        ``secrets``: adds secrets, and gives new values to those whose fate is ``replace``. Secrets
+        ``secrets``: adds secrets, and gives new values to those declared ``replace``. Secrets
         of the snapshot follow their ``on_restore``, by default ``drop``.
         """
         from .sandbox import Sandbox

@@ -83,7 +83,7 @@ async fn tree(copier: &mut Copier, from: &str, to: &Path) -> Result<(), Failure>
     })
     .await;
     drop(send);
-    let unpacked = unpacking.await.map_err(|_| Failure::Wrong("the unpacking thread died".into()))?;
+    let unpacked = unpacking.await.map_err(|_| Failure::Wrong("the unpacking thread panicked".into()))?;
     let failure = match (fed, unpacked) {
         (Ok(()), Ok(counts)) => {
             copier.copied.files += counts.files;

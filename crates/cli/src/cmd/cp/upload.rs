@@ -77,7 +77,7 @@ async fn tree(copier: &mut Copier, from: &Path, to: &str) -> Result<(), Failure>
     });
     let how = Unpacking { owners: copier.owners, strip_top: true };
     let sent = copier.client.write_archive(copier.id, to, how, ReceiverStream::new(pieces)).await;
-    let packed = packing.await.map_err(|_| Failure::Wrong("the packing thread died".into()))?;
+    let packed = packing.await.map_err(|_| Failure::Wrong("the packing thread panicked".into()))?;
     let refusal = match (sent, packed) {
         (Ok(unpacked), Ok(counts)) => {
             copier.copied.add(&unpacked);

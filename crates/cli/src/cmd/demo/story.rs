@@ -188,7 +188,7 @@ impl<'a> Story<'a> {
         }
         self.print(&format!(
             "Forked it {FORKS} times while it ran: in each fork the same process, \
-             with the same secret, counts on from {} or later",
+             with the same secret, continues counting from {} or later",
             before.counter
         ))?;
         Ok(forks)
@@ -264,8 +264,8 @@ impl<'a> Story<'a> {
         must(files.labels == "- -", || format!("the snapshot holds labels given later: {}", files.labels))?;
         restored.held_when("it continues", |later| later.counter > held.counter).await?;
         self.print(&format!(
-            "Restored the snapshot into a new sandbox: the process counts on from {}, \
-             and knows nothing that happened later",
+            "Restored the snapshot into a new sandbox: the process continues counting from {} \
+             and knows nothing of what happened later",
             before.counter
         ))
     }

@@ -75,7 +75,7 @@ impl Commands for Node {
                 let spooled =
                     tokio::time::timeout(START_LIMIT, session.send_input(&stdin, !stdin_open, true));
                 let spooled =
-                    spooled.await.map_err(|late| Error::internal("the guest did not take the input", late));
+                    spooled.await.map_err(|late| Error::internal("the guest did not accept the input", late));
                 // One without open input has ended already.
                 if let Err(error @ (Error::Internal { .. } | Error::NoRoom(_))) =
                     spooled.and_then(|sent| sent)

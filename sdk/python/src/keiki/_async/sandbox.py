@@ -103,7 +103,7 @@ class AsyncSandbox:
         broken connection; see :class:`AsyncClient`. ``idempotency_key``: names this request;
         sending it again, even from another process, returns the same sandbox. ``secrets``: files in
         ``/run/keiki/secrets``, by name; with ``from_snapshot``, adds to the snapshot's secrets and
-        gives new values to those whose fate is ``replace``.
+        gives new values to those whose ``on_restore`` is ``replace``.
         """
         client = client or default_async_client()
         request: Dict[str, Any] = {
@@ -314,7 +314,7 @@ class AsyncSandbox:
 
         Returns one sandbox, or with ``count`` a list of sandboxes forked at the same instant:
         creates all or none. The children inherit labels and TTL unless given. ``secrets``: adds to
-        the parent's secrets and gives new values to those whose fate is ``replace``.
+        the parent's secrets and gives new values to those whose ``on_fork`` is ``replace``.
         """
         request = {
             "count": count,

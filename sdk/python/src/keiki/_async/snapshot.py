@@ -22,7 +22,7 @@ class AsyncSnapshot:
     def __init__(self, data: Mapping[str, Any], client: AsyncClient) -> None:
         self._client = client
         self.id: str = str(data["id"])
-        #: Sandbox it was taken of.
+        #: Sandbox it was taken from.
         self.sandbox_id: str = text(data, "sandbox_id")
         self.template: str = text(data, "template")
         self.template_version: str = text(data, "template_version")
@@ -68,7 +68,7 @@ class AsyncSnapshot:
     ) -> AsyncSandbox:
         """Creates a sandbox that continues from the snapshot. The snapshot stays.
 
-        ``secrets``: adds secrets, and gives new values to those whose fate is ``replace``. Secrets
+        ``secrets``: adds secrets, and gives new values to those declared ``replace``. Secrets
         of the snapshot follow their ``on_restore``, by default ``drop``.
         """
         from .sandbox import AsyncSandbox
