@@ -187,8 +187,8 @@ pub trait Commands: Send + Sync {
     /// One command.
     async fn get_exec(&self, id: SandboxId, exec: &str) -> Result<Exec>;
 
-    /// Reads a command. The previous reader is told and loses it, unless it is the caller that a command ends with.
-    /// Dropping the events leaves the command as it is.
+    /// Reads a command. The previous reader is notified and disconnected, unless it is the caller
+    /// that the command ends with. Dropping the events leaves the command as it is.
     async fn attach_exec(&self, id: SandboxId, exec: &str, from: ReadFrom) -> Result<Session>;
 
     /// Sends a signal to every process of a command.

@@ -26,8 +26,8 @@ impl Once {
     }
 }
 
-/// One digest of several texts, none of which can pass for a part of its neighbour. A request may hold what can be
-/// guessed: without the node's secret nobody can check a guess against a digest.
+/// One digest of several texts, none of which can pass for a part of its neighbour. A request may
+/// hold what can be guessed: without the node's secret a guess cannot be checked against a digest.
 fn digest(secret: &Secret, parts: &[&[u8]]) -> String {
     let mut hasher = blake3::Hasher::new_keyed(secret);
     for part in parts {

@@ -52,7 +52,7 @@ macro_rules! settings {
             #[cfg(test)]
             const KEYS: &[&str] = &[$(stringify!($name)),*];
 
-            /// What is set here, and what `below` says of the rest.
+            /// The settings of this layer, and those of `below` where this one sets none.
             fn or(self, below: Self) -> Self {
                 Self { $($name: self.$name.or(below.$name),)* }
             }
@@ -79,10 +79,10 @@ settings! {
     /// Network to take the sandboxes' outside addresses from [default: 10.200.0.0/16]
     #[arg(long, value_name = "NETWORK")]
     slot_range: String,
-    /// Guest agent binary [default: in ../lib/keiki or beside this program]
+    /// Guest agent binary [default: in ../lib/keiki or next to this program]
     #[arg(long, value_name = "FILE")]
     guest_binary: PathBuf,
-    /// keiki-vmm, the monitor of engine kvm [default: in ../lib/keiki or beside this program]
+    /// keiki-vmm, the monitor of engine kvm [default: in ../lib/keiki or next to this program]
     #[arg(long, value_name = "FILE")]
     vmm_binary: PathBuf,
     /// Widest scope in which sandboxes share memory until they write to it [default: node]
@@ -256,8 +256,8 @@ fn find_guest(exe: &Path) -> Result<PathBuf, Failure> {
     })
 }
 
-/// One of our programs: where an installation has it, or beside this one. An error lists the places
-/// searched.
+/// One of our programs: where an installation has it, or next to this one. An error lists the
+/// places searched.
 pub fn find(exe: &Path, name: &str) -> Result<PathBuf, [String; 2]> {
     let dir = exe.parent().unwrap_or(Path::new("/"));
     let places = [dir.join("../lib/keiki").join(name), dir.join(name)];

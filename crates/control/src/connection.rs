@@ -76,7 +76,8 @@ impl Client {
     }
 
     fn new(socket: OwnedFd) -> Result<Self> {
-        // The kernel tells who sent a reply. What a monitor says about itself is not trusted.
+        // The kernel identifies the sender of a reply. What a monitor claims about itself is not
+        // trusted.
         set_socket_passcred(&socket, true).map_err(io)?;
         set_socket_timeout(&socket, Timeout::Send, Some(SEND)).map_err(io)?;
         Ok(Self(socket))

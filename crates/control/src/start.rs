@@ -83,7 +83,7 @@ fn put<T: std::str::FromStr>(place: &mut T, text: &str) -> bool {
     text.parse().map(|value| *place = value).is_ok()
 }
 
-/// The command line is not that of a monitor.
+/// The command line is not valid for a monitor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadStart(String);
 

@@ -90,7 +90,7 @@ pub struct Console {
     port_ready: bool,
     /// A program in the guest has the port open. Linux discards earlier bytes.
     guest_open: bool,
-    /// The state that the guest was told last.
+    /// The state last reported to the guest.
     host_open: bool,
     /// The guest has no buffers for bytes from the host.
     starved: bool,
@@ -185,7 +185,7 @@ impl Console {
         Ok(())
     }
 
-    /// Whether the guest has been told of the connection and has a reader.
+    /// Whether the guest has been notified of the connection and has a reader.
     fn may_receive(&self) -> bool {
         self.guest_open && self.messages == Messages::default()
     }

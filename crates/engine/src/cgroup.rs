@@ -170,7 +170,7 @@ impl Drop for LineageGroup {
     }
 }
 
-/// What `doctor` says of this host.
+/// What `doctor` reports about this host.
 pub(crate) fn note() -> String {
     match lacking(Path::new(ROOT)) {
         None => "memory and tasks of each limited by a control group".into(),

@@ -40,7 +40,7 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// For `map_err`: a failed call on a file, a full disk told apart.
+    /// For `map_err`: a failed call on a file; a full disk is a separate error.
     pub(crate) fn at(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| match source.kind() {

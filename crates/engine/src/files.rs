@@ -82,7 +82,7 @@ pub(crate) fn open_snapshot(dir: &Path, here: impl FnOnce(Shape) -> Made) -> Res
     Ok(manifest)
 }
 
-/// Flushes everything, then says so in the manifest.
+/// Flushes everything, then writes the manifest.
 pub(crate) fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
     let flush = |path: &Path| {
         File::open(path).and_then(|file| file.sync_all()).map_err(EngineError::at("flush", path))
@@ -102,7 +102,7 @@ pub(crate) fn persist(dir: &Path, manifest: Manifest) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// What `snapshot` says of a directory, as an engine says it.
+/// An error of `snapshot` about a directory, as an error of the engine.
 fn refusal(dir: &Path, error: SnapshotError) -> EngineError {
     match error {
         SnapshotError::Io { path, source } => EngineError::at("use", &path)(source),

@@ -185,7 +185,7 @@ fn clone_into(context: &mut Context, cgroup: BorrowedFd<'_>) -> io::Result<Pid> 
 /// The child, between clone and exec. Raw system calls only: the C library's wrappers for users and
 /// groups would signal the agent's other threads, and nothing may allocate.
 extern "C" fn child(context: *mut Context) -> ! {
-    // SAFETY: `context` is valid and used by nobody else: the agent's thread waits for this child.
+    // SAFETY: `context` is valid and not used elsewhere: the agent's thread waits for this child.
     // All pointers in it are to NUL-terminated strings or NULL-terminated lists built by `spawn`.
     // Every call is a raw system call with arguments of the types the kernel expects.
     unsafe {

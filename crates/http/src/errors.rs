@@ -13,7 +13,7 @@ use axum::{
 use keiki_api::Error;
 use keiki_types::api::ErrorBody;
 
-/// The sentence of an answer, kept beside it for the request's log line.
+/// The sentence of an error response, kept with it for the request's log line.
 #[derive(Debug, Clone)]
 pub(super) struct Sentence(pub String);
 

@@ -47,7 +47,8 @@ impl Upload {
         chunks.boxed()
     }
 
-    /// The result. After a failure, the rest of the body is read for a while, beside the answer.
+    /// The result. After a failure, the rest of the body is read for a while, alongside the
+    /// response.
     pub(super) fn finish<T>(self, done: Result<T>) -> Result<T> {
         if done.is_err() {
             tokio::spawn(async move { self.drain().await });

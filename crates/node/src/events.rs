@@ -41,8 +41,8 @@ pub const MOST: usize = keiki_api::MAX_EVENTS;
 const PENDING: usize = 10_000;
 /// A listener that is further behind reads from the file again.
 const BEHIND: usize = 256;
-/// Numbers skipped at a start: an earlier node may have told of events that it could not write any
-/// more.
+/// Numbers skipped at a start: an earlier node may have sent events to listeners that it could no
+/// longer write.
 const SKIPPED: u64 = PENDING as u64;
 /// Characters of a reason.
 const REASON: usize = 2000;

@@ -164,7 +164,7 @@ impl Inner {
                 sandbox.id
             )));
         } else {
-            // It was brought to stand still in the same order when it was paused.
+            // It was stopped in the same order when it was paused.
             freeze_vcpus(live.machine.as_ref(), image, watch).await?
         };
         self.journal.emit(sandbox.id, EventKind::Frozen, |event| event.ms = Some(ms(taken.pause.vcpu)));

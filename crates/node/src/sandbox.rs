@@ -26,7 +26,7 @@ use std::{
 };
 use tonic::transport::Channel;
 
-/// Parts how a machine ended from what its guest said last, in a record's `error`.
+/// In a record's `error`, separates how a machine ended from the end of its guest's console.
 pub const CONSOLE_MARK: &str = "; the console ends with:\n";
 
 /// A sandbox that the node knows. `L` is its machine: who may do what when does not depend on what

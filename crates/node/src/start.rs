@@ -63,7 +63,7 @@ impl Node {
         Self::start_with(config, store, records, engine, version, network).await
     }
 
-    /// Finds what an earlier node left with this engine, and goes on with it.
+    /// Recovers what an earlier node left, with this engine.
     pub(crate) async fn start_with(
         config: Config,
         store: Store,

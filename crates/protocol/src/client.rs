@@ -278,7 +278,7 @@ mod tests {
         assert!(matches!(error, ConnectError::Io(_)), "{error}");
     }
 
-    /// Reads a hello, then says `answer` of it, again and again.
+    /// Reads a hello, then sends `answer` to it, repeatedly.
     async fn insist(mut guest: UnixStream, answer: impl Fn(Hello) -> Vec<u8>) {
         let mut wire = [0; HELLO_LEN];
         guest.read_exact(&mut wire).await.unwrap();

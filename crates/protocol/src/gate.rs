@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn what_is_no_message_of_its_kind_is_refused() {
-        // Field 1 as bytes that go on beyond the end.
+        // Field 1 as bytes that extend beyond the end.
         let mut bytes = BytesMut::from(&[1, 2, 0, 0, 0, 0x0a, 9][..]);
         assert_eq!(take_call(&mut bytes), Err(GateError::Message));
         let mut bytes = BytesMut::from(&[0, 2, 0, 0, 0, 0x0a, 9][..]);

@@ -29,9 +29,8 @@ pub fn check_header(header: &[u8; HEADER_LEN], disk: u64) -> Result<(), &'static
         // QEMU leaves an offset with no length behind when it takes a name away.
         () if backing != 0 && backing_len != 0 => Err("names a backing file"),
         () if encryption != 0 => Err("is encrypted"),
-        // Bit 0 says it was not closed: the case for every layer of a running machine's ancestor.
-        // Automatically cleared ones are bitmaps, and a name of an external file under a bit of its
-        // own.
+        // Bit 0 means that the file was not closed, as for every layer of a running machine's
+        // ancestor. The autoclear bits stand for bitmaps and for a raw external data file.
         () if incompatible & !1 != 0 || number(88, 8) != 0 => {
             Err("uses features that Keiki's layers never use")
         }

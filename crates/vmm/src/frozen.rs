@@ -318,7 +318,7 @@ mod tests {
             usize::try_from(MAX_PARTS).unwrap() + 1
         ];
         assert!(refused(&many).contains("257 parts"));
-        // A kernel structure with a byte too few, its length told right.
+        // A kernel structure that is one byte too short, with a matching length field.
         let mut parts = parts();
         let short = (VM_STATE, vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5], vec![0_u8; 5]);
         parts[2].data = postcard::to_stdvec(&short).unwrap();

@@ -25,7 +25,7 @@ use std::{
 /// Nice value of a copy that writes files.
 const BACKGROUND: i32 = 10;
 
-/// What copies inherit beside memory and state.
+/// What copies inherit in addition to memory and state.
 #[derive(Debug, Clone, Default)]
 pub struct ForkAncestry {
     /// Number of forks since the process that booted or loaded the machine.

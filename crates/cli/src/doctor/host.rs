@@ -55,7 +55,7 @@ fn kvm() -> Check {
             None => Check::warn(
                 name,
                 "works, but keiki-vmm is not installed: sandboxes run in software emulation",
-                "install keiki-vmm beside keiki or in ../lib/keiki",
+                "install keiki-vmm next to keiki or in ../lib/keiki",
             ),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Check::warn(

@@ -159,7 +159,7 @@ pub(super) fn note(watch: &mut Stopwatch, steps: &[Step]) {
     }
 }
 
-/// What a monitor says, as one short line.
+/// A message from a monitor, as one short line.
 fn plain(sentence: &str) -> String {
     sentence.chars().filter(|c| !c.is_control()).take(400).collect()
 }

@@ -35,7 +35,7 @@ impl Host {
     }
 }
 
-/// What a snapshot made here says of its maker.
+/// What a snapshot made here records about its engine.
 pub(super) fn made(shape: Shape) -> Made {
     let machine = format!("keiki-vmm {MACHINE} {} vCPUs {} MiB", shape.vcpus, shape.memory_mib);
     let machine = blake3::hash(machine.as_bytes()).to_hex().to_string();

@@ -120,8 +120,8 @@ impl Monitor {
         }
     }
 
-    /// A process that was forked off another. Whatever the other said, it must be the process that
-    /// answers on `control`.
+    /// A process that was forked off another. Whatever the other reported, it must be the process
+    /// that answers on `control`.
     pub(super) async fn forked(
         pid: u32,
         control: Control,
@@ -153,7 +153,7 @@ impl Monitor {
         tokio::time::timeout(END_LIMIT, self.watched.wait()).await.is_ok()
     }
 
-    /// Ends a process after an error. If it has ended already, how it ended says more than the
+    /// Ends a process after an error. If it has ended already, how it ended explains more than the
     /// error.
     pub(super) async fn give_up(self, error: EngineError) -> EngineError {
         let ended = self.ends().await;

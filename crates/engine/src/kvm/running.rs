@@ -15,8 +15,8 @@ pub(super) type Record = record::Record<KvmPart>;
 /// The engine's part of a record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct KvmPart {
-    /// The machine was told to read other layers than the record names, with the same contents. Whether it does is not
-    /// known.
+    /// The machine was asked to switch to layers other than the recorded ones, with the same
+    /// contents. Whether it did is not known.
     #[serde(default)]
     pub(crate) unsure: bool,
 }
@@ -50,8 +50,8 @@ pub(super) async fn assemble(
     }
 }
 
-/// Finds out whether a freeze that failed had switched the disk, and makes the record say so. The number of layers tells,
-/// so machine and record must agree on the others first.
+/// Finds out whether a freeze that failed had switched the disk, and updates the record. The number
+/// of layers shows it, so machine and record must agree on the others first.
 pub(super) async fn reconcile(vm: &KvmVm, record: &mut Record) {
     if let Err(error) = reconcile_layers(vm, record).await {
         return tracing::debug!(%error, "the layers of a disk are not known");
@@ -76,7 +76,7 @@ pub(super) async fn reconcile(vm: &KvmVm, record: &mut Record) {
     }
 }
 
-/// Makes the machine read the layers of its record, if it may have been told otherwise.
+/// Makes the machine read the layers of its record, if it may have switched to others.
 pub(super) async fn reconcile_layers(vm: &KvmVm, record: &mut Record) -> Result<()> {
     if !record.engine.unsure {
         return Ok(());

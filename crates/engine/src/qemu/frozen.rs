@@ -157,7 +157,7 @@ impl Frozen for QemuFrozen {
         let started = match machine {
             Ok(machine) => start(&machine).await.map(|()| machine),
             Err((monitor, error)) => {
-                // How it ended says more than that its socket closed.
+                // How it ended explains more than its closed socket.
                 let ended = tokio::time::timeout(END, monitor.wait()).await;
                 let error = ended.map_or(error, EngineError::Ended);
                 end(monitor, paths).await;

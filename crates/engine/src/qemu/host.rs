@@ -56,7 +56,7 @@ impl Host {
     }
 }
 
-/// What a snapshot made here says of its maker.
+/// What a snapshot made here records about its engine.
 pub(super) fn made(version: &str, shape: Shape) -> Made {
     Made { engine: EngineKind::Qemu, version: version.to_owned(), machine: machine_digest(shape) }
 }

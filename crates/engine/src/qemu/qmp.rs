@@ -33,14 +33,14 @@ pub(super) struct Qmp {
     /// None once the connection has ended.
     waiting: Waiting,
     next: AtomicU64,
-    /// Why the machine shut down, once it said so.
+    /// Why the machine shut down, once it has reported that.
     shutdown: watch::Receiver<Option<String>>,
     _reader: Task,
 }
 
 impl Qmp {
-    /// Connects, waiting up to `patience` for the monitor to listen. `alive` says whether that may
-    /// still happen.
+    /// Connects, waiting up to `patience` for the monitor to listen. `alive` returns whether that
+    /// may still happen.
     pub(super) async fn connect(path: &Path, patience: Duration, alive: impl Fn() -> bool) -> Result<Self> {
         let started = Instant::now();
         let stream = loop {

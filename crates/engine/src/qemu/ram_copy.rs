@@ -93,7 +93,7 @@ impl Copier {
         Ok(copier)
     }
 
-    /// Reads the private pages. The machine stands still.
+    /// Reads the private pages, while the machine is stopped.
     pub(super) fn take(&mut self) -> Result<()> {
         self.mappings = locate(self.pid, &self.source)?;
         let mut runs = self.scan()?;
@@ -265,7 +265,7 @@ pub(super) fn locate(pid: u32, image: &File) -> Result<Vec<Mapping>> {
     let mut mappings = Vec::new();
     let mut at = start;
     for line in lines.iter().filter(|line| line.addresses.end > start && line.addresses.start < end) {
-        // What lies beside RAM may have become one mapping with zero memory in it.
+        // Mappings next to RAM may have been merged with zero memory in it.
         let addresses = line.addresses.start.max(start)..line.addresses.end.min(end);
         let zero = line.inode == 0;
         let offset = addresses.start - start;

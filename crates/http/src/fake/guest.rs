@@ -39,7 +39,7 @@ impl Drop for Living {
     }
 }
 
-/// Gives input back as output, and says what else came.
+/// Echoes input as output, and reports everything else that arrives.
 struct Echo(mpsc::UnboundedSender<ExecEvent>);
 
 #[async_trait]
@@ -345,7 +345,7 @@ impl Ports for FakeNode {
                 let _ = tokio::io::copy(&mut from, &mut to).await;
                 let _ = to.shutdown().await;
             })),
-            // It says something, ends its own side at once, and notes what comes then.
+            // It sends something, closes its own side at once, and records what arrives afterwards.
             13 => {
                 let noted = Arc::clone(&self.calls);
                 tokio::spawn(async move {

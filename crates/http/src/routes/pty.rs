@@ -210,7 +210,7 @@ async fn input(mut client: SplitStream<WebSocket>, control: Arc<dyn Control>) ->
             Message::Close(_) => return false,
         };
         if let Err(error) = done {
-            // An invalid frame, or the command takes no more input: its output may go on.
+            // An invalid frame, or the command accepts no more input: its output may continue.
             tracing::debug!("a terminal's input was dropped: {error}");
         }
     }

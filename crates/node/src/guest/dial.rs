@@ -48,7 +48,7 @@ struct Call {
 impl Drop for Connection {
     fn drop(&mut self) {
         let Some(mut call) = self.call.take().filter(|_| self.from_ended && self.to_ended) else { return };
-        // All is said, but not all delivered: the guest ends the call when it is.
+        // Everything is sent, but not everything delivered: the guest ends the call when it is.
         tokio::spawn(async move {
             let delivered =
                 tokio::time::timeout(LINGER, async { while let Some(Ok(_)) = call.from.next().await {} });
@@ -57,8 +57,8 @@ impl Drop for Connection {
     }
 }
 
-/// Connects to a TCP port of a guest, on whichever of its own addresses something listens. 502 if
-/// nothing does, 503 if too many streams are open.
+/// Connects to a TCP port of a guest, on whichever of its addresses the port is open. 502 if
+/// nothing listens, 503 if too many streams are open.
 pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
     let permit = using.live.guest.stream()?;
     let mut connected = connect(using.live.guest.client().await, port).await;

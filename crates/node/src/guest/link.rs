@@ -25,7 +25,7 @@ use tokio::{
 };
 use tonic::{Code, Status, transport::Channel};
 
-/// A guest that does not say hello within this is given up.
+/// Time limit for a guest to answer a hello.
 const CONNECT_LIMIT: Duration = Duration::from_secs(20);
 /// Each call of the release gate and of the freeze order is bounded by this.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
@@ -33,9 +33,9 @@ const CALL_LIMIT: Duration = Duration::from_secs(20);
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Concurrent calls of unknown length; the rest are for short calls.
 const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;
-/// Characters of what a guest says that are passed on in an error.
+/// Characters of a guest's message that are passed on in an error.
 const SAID: usize = 300;
-/// User processes must stand still within this, or the freeze is refused.
+/// User processes must be frozen within this time, or the freeze fails.
 const FREEZE_LIMIT_MS: u32 = 5_000;
 /// Bytes of fresh entropy that each copy gets.
 const ENTROPY_BYTES: usize = 256;
@@ -280,7 +280,7 @@ pub(super) fn entropy() -> Vec<u8> {
     bytes
 }
 
-/// Shakes hands with the agent behind a socket.
+/// Performs the handshake with the agent behind a socket.
 pub(super) async fn open(socket: &Path, generation: u64, limit: Duration) -> Result<(Opened, Met)> {
     let stream = UnixStream::connect(socket).await.map_err(|error| unreached(error.into()))?;
     Opened::open(stream, generation, limit).await.map_err(unreached)

@@ -45,7 +45,7 @@ impl Ports for Node {
     }
 }
 
-/// What a guest says; nonsense is nothing.
+/// A port that a guest reports; None if it is nonsense.
 fn port(said: ListeningPort) -> Option<Port> {
     let port = u16::try_from(said.port).ok().filter(|&port| port > 0)?;
     let address: std::net::IpAddr = said.address.parse().ok()?;

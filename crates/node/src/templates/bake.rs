@@ -113,7 +113,7 @@ impl Inner {
         })
     }
 
-    /// Once its agent says hello, which it does when all else is there.
+    /// Waits until its agent answers the hello, which it does once everything else is ready.
     async fn wait_ready(&self, machine: &dyn Machine, generation: u64) -> Result<Gate> {
         let ready = async {
             loop {
@@ -199,7 +199,7 @@ async fn run(guest: &GuestLink, line: &str, limit: Duration) -> Result<()> {
     done.map_err(|cause| Error::internal("the guest could not be warmed", cause))
 }
 
-/// The last of what a command said.
+/// Keeps the end of a command's output.
 fn keep_tail(said: &mut Vec<u8>, chunk: &[u8]) {
     const KEPT: usize = 1000;
     said.extend_from_slice(chunk);

@@ -154,8 +154,8 @@ impl Inner {
 }
 
 /// The name of a bake's directory: what decides whether it can be used again. Digests of earlier
-/// nodes were made in another way; a template of such a name is used as it is recorded, and made
-/// anew by its next build.
+/// nodes were made in another way; a template of such a name is used as it is recorded, and rebuilt
+/// by its next build.
 fn version_of(digest: &str, warm: &[String], shape: Shape, engine: &str) -> String {
     let shape = format!("{} {} {}", shape.vcpus, shape.memory_mib, shape.disk_mib);
     let mut hasher = blake3::Hasher::new();

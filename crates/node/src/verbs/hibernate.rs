@@ -52,7 +52,7 @@ impl Inner {
                 return Err(error);
             }
         };
-        // Recorded: from here on it is hibernated whatever happens to the machine.
+        // Recorded: from here on it is hibernated, whatever happens to the machine.
         sandbox.set_live(None, |record| {
             record.status = Status::Hibernated;
             record.slot = None;

@@ -9,7 +9,7 @@ const DISK: &str = "/srv/keiki-demo";
 /// How long to wait for the process.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Builds a table (work nobody wants to repeat), then counts. Its RAM holds a random secret and the
+/// Builds a table (work that is worth keeping), then counts. Its RAM holds a random secret and the
 /// labels it was given. Twenty times a second it publishes what it holds.
 const COUNTER: &str = r#"
 import json, os, sys, time

@@ -162,7 +162,7 @@ async fn get(using: &Use, exec: &str) -> Result<Exec> {
     found.ok_or_else(|| Error::NotFound(format!("no command {exec:?} in this sandbox")))
 }
 
-/// What a guest says of a command, as the API says it.
+/// What a guest reports about a command, as the API shows it.
 fn view(info: ExecInfo) -> Exec {
     let nanos = i128::from(info.started_unix_ms) * 1_000_000;
     let started = OffsetDateTime::from_unix_timestamp_nanos(nanos).unwrap_or(OffsetDateTime::UNIX_EPOCH);

@@ -15,7 +15,7 @@ use tonic::{Code, Status, Streaming};
 
 /// How often a session is found again after a broken connection, in a row.
 const REATTACH: usize = 3;
-/// The guest must say within this that a command has begun; what it then sends comes when it comes.
+/// Time limit for the guest to report that a command has started; output has no time limit.
 pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
 pub(super) const SIGKILL: i32 = 9;
 
@@ -66,7 +66,7 @@ enum Outcome {
 }
 
 impl Pump {
-    /// Starts the command, says so, and carries its events.
+    /// Starts the command, reports that, and carries its events.
     pub async fn begin(self, spec: ExecSpec, stdin: Option<Bytes>, tell: oneshot::Sender<Result<()>>) {
         let _armed = failpoint::arm("exec");
         failpoint::reach("begin");
@@ -172,7 +172,7 @@ impl Pump {
         }
     }
 
-    /// Moves a stream's offset over a piece. False if the guest says what cannot be.
+    /// Advances a stream's offset over a piece. False if the guest reports something impossible.
     fn count(&mut self, stream: usize, offset: u64, data: &Bytes) -> bool {
         let next = after(self.offsets[stream], offset, data.len());
         self.offsets[stream] = next.unwrap_or(self.offsets[stream]);
@@ -195,7 +195,7 @@ impl Pump {
     }
 }
 
-/// Where a stream stands after a piece of it. None if the guest says what cannot be.
+/// The offset of a stream after a piece of it. None if the guest reports something impossible.
 fn after(now: u64, offset: u64, len: usize) -> Option<u64> {
     if offset < now {
         return None;
