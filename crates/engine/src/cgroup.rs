@@ -15,14 +15,12 @@ const ROOT: &str = "/sys/fs/cgroup";
 /// All of ours.
 const OURS: &str = "keiki";
 const CONTROLLERS: [&str; 2] = ["memory", "pids"];
-/// Priority of what is done in the background, in steps that `nice` counts. The monitor's own is
-/// the same.
+/// Priority of background work, in `nice` steps. The monitor lowers its own by as much.
 const BACKGROUND: i32 = 10;
 /// Threads of a monitor.
 const TASKS: u64 = 512;
 
-/// Puts a monitor into its group. Says on the log what could not be done, once it is not simply
-/// absent.
+/// Puts a monitor into its group. Logs what fails, unless the host simply has no such groups.
 pub(crate) fn confine(paths: &VmPaths, shape: Shape, pid: u32) {
     if lacking(Path::new(ROOT)).is_some() {
         return;
@@ -82,7 +80,7 @@ fn enable(group: &Path, controllers: &[&str]) -> io::Result<()> {
 pub(crate) struct LineageGroup(PathBuf);
 
 impl LineageGroup {
-    /// That of the relatives which run as this user. None where the host has no such groups.
+    /// The group of the relatives that run as this user. None where the host has no such groups.
     pub(crate) fn make(store: &Path, user: u32) -> Option<Self> {
         Self::make_below(Path::new(ROOT), store, user)
     }
@@ -129,7 +127,8 @@ impl LineageGroup {
         }
     }
 
-    /// Puts a process into the group of this name. One that stays in another's would end with that.
+    /// Puts a process into the group of this name. If it stayed in another's group, it would be
+    /// killed with that group.
     pub(crate) fn confine(&self, name: &str, pid: u32) -> io::Result<()> {
         let group = self.0.join(name);
         fs::create_dir_all(&group)?;
@@ -137,9 +136,9 @@ impl LineageGroup {
         fs::write(group.join("cgroup.procs"), pid.to_string())
     }
 
-    /// Where processors are short, the group of this name comes after those of its relatives: the
-    /// priority of its own processes counts among themselves only. Not last: a caller may wait for
-    /// the result.
+    /// Where processors are short, the group of this name comes after the groups of its relatives:
+    /// the priority of its processes counts only among themselves. Not last: a caller may be
+    /// waiting for the result.
     pub(crate) fn defer(&self, name: &str) {
         if let Err(error) = fs::write(self.0.join(name).join("cpu.weight.nice"), BACKGROUND.to_string()) {
             tracing::debug!(%error, "cannot lower the processor share of background work");
@@ -160,7 +159,7 @@ impl LineageGroup {
 
 impl Drop for LineageGroup {
     fn drop(&mut self) {
-        // Groups whose last process was on its way out when their machine was cleared up.
+        // Groups whose last process was still exiting when their machine was cleaned up.
         for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 remove_group(&entry.path());

@@ -9,10 +9,10 @@ use tokio::sync::OnceCell;
 pub struct Common {
     /// `qemu-img`, which makes empty disk layers.
     pub qemu_img: PathBuf,
-    /// A directory of the engine's own, on the filesystem of all machines and snapshots.
+    /// A directory for the engine alone, on the file system of all machines and snapshots.
     pub store: PathBuf,
-    /// First of the [`crate::USERS`] user and group numbers that monitors run as, jailed. None: monitors run as this
-    /// process does.
+    /// First of the [`crate::USERS`] user and group numbers that monitors run as, jailed. None:
+    /// monitors run as the user of this process.
     pub first_user: Option<u32>,
 }
 

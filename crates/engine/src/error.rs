@@ -8,7 +8,7 @@ use std::{
 /// Result of an engine.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// Why an engine could not do it.
+/// Why an operation of an engine failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {

@@ -63,7 +63,8 @@ pub(crate) fn manifest(made_by: Made, shape: Shape, state: State, layers: Vec<Di
     }
 }
 
-/// Opens a snapshot directory, and checks that it is whole and was made by what runs `here`.
+/// Opens a snapshot directory, and checks that it is complete and was made by the engine that runs
+/// `here`.
 pub(crate) fn open_snapshot(dir: &Path, here: impl FnOnce(Shape) -> Made) -> Result<Manifest> {
     let refused = |why| EngineError::Refused { dir: dir.to_owned(), why };
     let manifest = keiki_snapshot::open(dir).map_err(|error| refusal(dir, error))?;

@@ -7,12 +7,12 @@ use std::{
     path::Path,
 };
 
-/// Removes a file. Gone already: no error.
+/// Removes a file. It is not an error if it does not exist.
 pub(crate) fn remove_file(path: &Path) -> Result<()> {
     unless_gone(fs::remove_file(path)).map_err(EngineError::at("remove", path))
 }
 
-/// Removes a directory and what is in it. Gone already: no error.
+/// Removes a directory and its contents. It is not an error if it does not exist.
 pub(crate) fn remove_dir(path: &Path) -> Result<()> {
     unless_gone(fs::remove_dir_all(path)).map_err(EngineError::at("remove", path))
 }

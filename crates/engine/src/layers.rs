@@ -58,7 +58,7 @@ pub(crate) fn make_top(common: &Common, disk_mib: u32, path: &Path, user: Option
     chown_to(path, user)
 }
 
-/// An empty layer for disks of this size, made once a store.
+/// An empty layer for disks of this size, made once per store.
 fn empty_layer(common: &Common, disk_mib: u32) -> Result<PathBuf> {
     let path = common.store.join(format!("empty-{disk_mib}.qcow2"));
     if path.exists() {
@@ -84,7 +84,8 @@ fn empty_layer(common: &Common, disk_mib: u32) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Checks the layers of a snapshot against what we would have written. Says what is wrong.
+/// Checks the layers of a snapshot against what Keiki would have written. The error names what is
+/// wrong.
 pub(crate) fn check_layers(
     dir: &Path,
     layers: &[DiskLayer],
@@ -103,7 +104,7 @@ pub(crate) fn check_layers(
     Ok(())
 }
 
-/// Checks the header of an overlay. Says what is wrong.
+/// Checks the header of an overlay. The error names what is wrong.
 pub(crate) fn check_overlay(dir: &Path, name: &str, disk_mib: u32) -> std::result::Result<(), String> {
     let mut header = [0; HEADER_LEN];
     File::open(layer_path(dir, name))
@@ -112,7 +113,8 @@ pub(crate) fn check_overlay(dir: &Path, name: &str, disk_mib: u32) -> std::resul
     check_header(&header, u64::from(disk_mib) << 20).map_err(|why| format!("disk layer {name} {why}"))
 }
 
-/// Gives every lower layer its name in the frozen directory, and measures what the manifest tells.
+/// Gives every lower layer its name in the frozen directory, and measures what the manifest
+/// records.
 pub(crate) fn link_layers(
     from: &Path,
     dir: &Path,

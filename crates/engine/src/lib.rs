@@ -93,7 +93,7 @@ pub struct FreezeReport {
     pub steps: Steps,
 }
 
-/// What an engine can do here, and why not if it cannot.
+/// What an engine can do on this host, or why it cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
     pub kind: EngineKind,
@@ -124,11 +124,11 @@ pub trait Engine: Send + Sync {
     async fn prepare(&self, image: &Image, paths: VmPaths) -> Result<PreparedVm>;
 
     /// Opens a snapshot directory and checks everything in it. Machines thawed from it share memory
-    /// until they write it, with machines of the same files and scope.
+    /// until they write to it, with machines of the same files and scope.
     async fn load(&self, dir: &Path, sharing: Sharing) -> Result<Arc<dyn Frozen>>;
 
-    /// This directory is not loaded any more: lets go what is kept for that. What was loaded can
-    /// still be thawed.
+    /// This directory is not going to be loaded again: releases what is kept for that. What was
+    /// loaded can still be thawed.
     async fn forget(&self, _dir: &Path) {}
 
     /// Finds a machine again that an earlier process of the node started with these paths. None if
@@ -139,7 +139,8 @@ pub trait Engine: Send + Sync {
     /// killed.
     fn adoption_finished(&self) {}
 
-    /// Ends what the engine keeps for later. Machines run on, and frozen ones can still be thawed.
+    /// Ends what the engine keeps for later. Machines keep running, and frozen ones can still be
+    /// thawed.
     async fn close(&self);
 }
 
@@ -163,10 +164,10 @@ pub trait Machine: Send + Sync {
     /// vCPUs, RAM, disk size.
     fn shape(&self) -> Shape;
 
-    /// Parks the vCPUs. Done already: no error.
+    /// Parks the vCPUs. It is not an error if they are parked already.
     async fn pause(&self) -> Result<()>;
 
-    /// Lets the vCPUs run. Running already: no error.
+    /// Lets the vCPUs run. It is not an error if they run already.
     async fn resume(&self) -> Result<()>;
 
     /// Takes RAM, device state and disk at one instant into `image`'s directory. The machine keeps
@@ -174,8 +175,8 @@ pub trait Machine: Send + Sync {
     /// empty. Durable only after [`Frozen::persist`].
     async fn freeze(&self, image: Image) -> Result<(Arc<dyn Frozen>, FreezeReport)>;
 
-    /// Ends the machine at once and removes what the engine put into its directories. Done already:
-    /// no error.
+    /// Ends the machine at once and removes what the engine put into its directories. It is not an
+    /// error if it has ended already.
     async fn stop(&self) -> Result<()>;
 
     /// Resolves when the machine has exited or was stopped with [`Machine::stop`]; describes how,
@@ -202,8 +203,8 @@ pub trait Frozen: Send + Sync {
     /// Its directory and shape.
     fn image(&self) -> &Image;
 
-    /// Makes a new machine of a prepared VM. Returns once its vCPUs run. On error the prepared VM
-    /// is gone.
+    /// Makes a new machine out of a prepared VM. Returns once its vCPUs run. On error the prepared
+    /// VM is gone.
     async fn thaw(&self, prepared: PreparedVm) -> Result<(Box<dyn Machine>, Steps)>;
 
     /// Makes the directory a durable, self-contained snapshot: everything flushed, manifest last.

@@ -63,7 +63,7 @@ pub(crate) trait Backend: Sized + Send + Sync + 'static {
         record: Record<Self::Part>,
     ) -> impl Future<Output = Result<Arc<Vm<Self>>>> + Send;
 
-    /// Completes what an earlier process of the node left half done, as far as the machine got.
+    /// Completes what an earlier process of the node left half done.
     fn reconcile(vm: &Vm<Self>, record: &mut Record<Self::Part>) -> impl Future<Output = Result<()>> + Send;
 }
 
@@ -151,7 +151,7 @@ impl<B: Backend> Machine for Arc<Vm<B>> {
     }
 
     async fn stop(&self) -> Result<()> {
-        // Killed before the lock is asked for: a freeze that is under way fails and lets go.
+        // Killed before the lock is asked for: a freeze in progress fails and releases it.
         self.backend.kill().await?;
         let _record = self.record.lock().await;
         let paths = self.paths.clone();

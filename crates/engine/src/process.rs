@@ -129,14 +129,14 @@ async fn reap(
     }
 }
 
-/// Runs what blocks off the async threads.
+/// Runs blocking work outside the async threads.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     tokio::task::spawn_blocking(work).await.map_err(task_failed)?
 }
 
-/// Carries out what must not be left half done, also for a caller who goes away.
+/// Runs to its end what must not be left half done, even if the caller disconnects.
 pub(crate) async fn to_the_end<T: Send + 'static>(
     work: impl Future<Output = Result<T>> + Send + 'static,
 ) -> Result<T> {

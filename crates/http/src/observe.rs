@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Status logged for a request whose client left before the answer.
+/// Status logged for a request whose client disconnected before the answer.
 const CLIENT_LEFT: u16 = 499;
 
 /// Gives the request its id, puts every failure into the envelope, and logs one line.
@@ -52,7 +52,8 @@ pub(super) async fn observe(State(app): State<App>, request: Request, next: Next
     response
 }
 
-/// The log line of one request; written when it is dropped, so also when the client leaves first.
+/// The log line of one request; written when it is dropped, so even if the client disconnects
+/// first.
 struct Line {
     id: String,
     method: Method,

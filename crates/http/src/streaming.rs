@@ -56,7 +56,8 @@ impl Upload {
         done
     }
 
-    /// Reads on for a while: otherwise a client in the middle of sending would see a reset before the answer.
+    /// Continues to read for a while: otherwise a client in the middle of sending would see a reset
+    /// before the answer.
     async fn drain(&self) {
         let read = async {
             let mut body = self.body.lock().await;

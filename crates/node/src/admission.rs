@@ -23,7 +23,7 @@ pub struct Admission {
     used_mib: Arc<AtomicU64>,
 }
 
-/// Room that is promised, given back when dropped.
+/// A reservation, released when dropped.
 #[derive(Debug)]
 pub struct Ticket {
     amount: u64,
@@ -46,8 +46,8 @@ impl Drop for Ticket {
     }
 }
 
-/// Room on the store that is promised to operations under way: what they will have written is not
-/// missing yet.
+/// Space on the store that is reserved for running operations: what they are going to write still
+/// counts as free.
 #[derive(Debug, Default)]
 pub struct DiskRoom {
     reserved: Arc<AtomicU64>,
@@ -56,13 +56,13 @@ pub struct DiskRoom {
 }
 
 impl DiskRoom {
-    /// Promises `wanted` bytes. `free` asks the file system.
+    /// Reserves `wanted` bytes. `free` asks the file system.
     ///
     /// # Errors
-    /// 507 if there is not so much room; 503 if it is there, but promised to others.
+    /// 507 if there is not enough space; 503 if the space is free but reserved.
     pub fn reserve(&self, wanted: u64, free: impl FnOnce() -> Result<u64>) -> Result<Ticket> {
         let _one = self.deciding.lock();
-        // In this order: what is given back in between has been written, and is missing in what is
+        // In this order: what is released in between has been written, and no longer counts as
         // free.
         let reserved = self.reserved();
         let free = free()?;
@@ -105,7 +105,8 @@ impl Admission {
         Self::new((keiki_sys::host::meminfo("MemTotal").unwrap_or(0) >> 20) / 10 * 9)
     }
 
-    /// Room for machines of these shapes, or for none: [`Ticket::split_off`] gives each its part.
+    /// Reserves RAM for machines of these shapes, all or nothing: [`Ticket::split_off`] gives each
+    /// its part.
     ///
     /// # Errors
     /// 507 if there is not room for all of them.
@@ -124,7 +125,7 @@ impl Admission {
         }
     }
 
-    /// Counts a machine that runs already, room or not.
+    /// Counts a machine that runs already, even if there is no room.
     #[must_use]
     pub fn count(&self, shape: Shape) -> Ticket {
         let mib = machine_mib(shape);

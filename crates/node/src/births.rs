@@ -47,7 +47,7 @@ pub(crate) struct Births<S> {
 struct Common {
     node: Arc<Inner>,
     secrets: Secrets,
-    /// Sandboxes to remove if this fails: new ones, not one that wakes.
+    /// Sandboxes to remove on failure: new ones, but not one that wakes.
     uncommitted: Vec<SandboxId>,
     watch: Stopwatch,
     /// How long their original was paused.
@@ -206,7 +206,7 @@ impl Births<Ready> {
 }
 
 impl Births<Released> {
-    /// Makes them durable, together with the request's idempotency key: from here on the sandboxes
+    /// Makes them durable, together with the request's idempotency key: from then on the sandboxes
     /// can be used. Returns how long everything took.
     pub async fn commit(mut self, once: Option<&Once>) -> Result<Timings> {
         let common = &mut self.common;

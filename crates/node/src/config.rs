@@ -23,7 +23,7 @@ pub struct Config {
     pub engine: Option<EngineKind>,
     /// Where `keiki-vmm` is, the monitor of engine `kvm`. None: it was not found.
     pub vmm_binary: Option<PathBuf>,
-    /// Among whom memory may be shared at most.
+    /// The widest scope in which memory may be shared.
     pub sharing: Sharing,
     /// Network of the slots, e.g. `10.200.0.0/16`.
     pub slot_range: String,
@@ -44,9 +44,9 @@ pub struct Config {
     pub preview_suffix: String,
     /// Name servers of the forwarder. Empty: the host's.
     pub dns: Vec<std::net::SocketAddr>,
-    /// Snapshots older than this are marked as stale. None: none is.
+    /// Snapshots older than this are marked as stale. None: age does not matter.
     pub snapshot_max_age: Option<Duration>,
-    /// Snapshots older than this are not restored. None: all are.
+    /// Snapshots older than this are not restored. None: age does not matter.
     pub snapshot_refuse_age: Option<Duration>,
     /// End every sandbox and unmount the store when the node stops.
     pub ephemeral: bool,

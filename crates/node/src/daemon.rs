@@ -50,9 +50,9 @@ pub(crate) struct Inner {
     pub engine_version: String,
     /// No key is configured and only this host can reach the API.
     pub trusts_all: bool,
-    /// What digests of named requests are made with.
+    /// The key for digests of named requests.
     pub request_key: Secret,
-    /// Named requests under way, by their keys.
+    /// Named requests in progress, by their keys.
     pub requests: Locks<String>,
     /// What must end before the node does.
     pub under_way: TaskTracker,

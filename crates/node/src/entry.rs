@@ -21,7 +21,7 @@ use keiki_types::{
 use std::{collections::BTreeMap, sync::Arc};
 
 impl Node {
-    /// Runs a verb to its end even if its caller goes away.
+    /// Runs a verb to its end even if its caller disconnects.
     async fn run<T, F>(&self, verb: impl FnOnce(Arc<Inner>) -> F + Send) -> Result<T>
     where
         T: Send + 'static,

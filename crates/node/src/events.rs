@@ -33,11 +33,11 @@ use tokio::sync::{Notify, broadcast, broadcast::error::RecvError};
 
 /// Events kept of one sandbox.
 const KEPT_OF_ONE: usize = 200;
-/// Events kept of all, also of sandboxes that are gone.
+/// Events kept in total, including those of deleted sandboxes.
 const KEPT: usize = 20_000;
 /// Most that one answer lists.
 pub const MOST: usize = keiki_api::MAX_EVENTS;
-/// What waits for a disk that does not take it; beyond this the oldest are lost.
+/// Events that wait for a disk that cannot be written; beyond this the oldest are lost.
 const PENDING: usize = 10_000;
 /// A listener that is further behind reads from the file again.
 const BEHIND: usize = 256;
@@ -158,8 +158,8 @@ impl Events {
         read.map_err(|cause| Error::internal("the node's events cannot be read or written", cause))
     }
 
-    /// Events after `since` and then those that come, without an end and without a gap. Ends only
-    /// if the file cannot be read.
+    /// Events after `since`, then new ones as they happen, without an end and without a gap. Ends
+    /// only if the file cannot be read.
     pub fn follow(
         self: &Arc<Self>,
         of: Option<SandboxId>,
@@ -253,7 +253,7 @@ fn read(
     since: Option<u64>,
     limit: usize,
 ) -> anyhow::Result<Vec<Event>> {
-    // With a number to begin at: from there on. Without: the last ones, turned round.
+    // With a number: the events after it. Without: the last ones, reversed.
     let order = if since.is_some() { "ASC" } else { "DESC" };
     let sql = format!(
         "SELECT doc FROM events WHERE seq > ?1 AND (?2 IS NULL OR sandbox = ?2) ORDER BY seq {order} LIMIT ?3"

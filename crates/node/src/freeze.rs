@@ -129,7 +129,7 @@ pub(crate) async fn freeze(
     Ok(Taken { frozen, pause: Pause { user: Some(stood), ..pause } })
 }
 
-/// Freezes a machine whose guest is still, or that is paused.
+/// Freezes a machine whose user processes are frozen, or that is paused.
 async fn freeze_vcpus(machine: &dyn Machine, image: Image, watch: &mut Stopwatch) -> Result<Taken> {
     let (frozen, report) =
         machine.freeze(image).await.map_err(|error| engine_error("the machine cannot be frozen", error))?;

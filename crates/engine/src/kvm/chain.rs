@@ -48,9 +48,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Above this many layers a machine's chain is made shorter.
+/// Above this many layers a machine's chain is shortened.
 const FEW: usize = 8;
-/// From this many layers on a freeze waits until that is done.
+/// From this many layers upwards a freeze waits until the chain has been shortened.
 const MANY: usize = 32;
 /// In the working directory: the layer that gets what the others have, the last of those, and the
 /// result as a copy of ours.
@@ -65,7 +65,7 @@ const ROOT: &str = "jail-tools";
 const PATIENCE: Duration = Duration::from_secs(300);
 const LIMITS: Limits = Limits { files: 256, tasks: 512, file_bytes: 0, oom_score_adj: 500 };
 
-/// Begins to make the chain shorter if it is long. On an error the next call tries again.
+/// Starts to shorten the chain if it is long. On an error the next call tries again.
 pub(super) fn shorten(vm: &Arc<KvmVm>, record: &Record) {
     if record.layers.len() <= FEW {
         return;
@@ -82,7 +82,7 @@ pub(super) fn shorten(vm: &Arc<KvmVm>, record: &Record) {
     });
 }
 
-/// Before a freeze: makes a chain shorter that is too long for one more layer.
+/// Before a freeze: shortens a chain that is too long for one more layer.
 pub(super) async fn wait_short_enough(vm: &KvmVm, record: &mut Record) -> Result<()> {
     if record.layers.len() < MANY {
         return Ok(());
@@ -97,7 +97,7 @@ pub(super) async fn wait_short_enough(vm: &KvmVm, record: &mut Record) -> Result
 
 async fn in_background(vm: &KvmVm, layers: Vec<Layer>) -> Result<()> {
     let flat = flatten(vm, layers).await?;
-    // A freeze that waits for us holds the record: it does the work again, which is right, only
+    // A freeze that waits for us holds the record: it does the work again, which is correct, only
     // slower.
     let Ok(mut record) = tokio::time::timeout(Duration::from_secs(1), vm.record.lock()).await else {
         return drop_flat(vm, &flat);

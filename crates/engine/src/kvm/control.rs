@@ -41,7 +41,7 @@ impl Control {
         Self { client: Arc::default(), path: Some(path) }
     }
 
-    /// Sends a request and waits for the answer, also if the caller goes away.
+    /// Sends a request and waits for the answer, even if the caller disconnects.
     pub(super) async fn ask(&self, request: Request, files: Files, patience: Duration) -> Result<Answer> {
         let control = self.clone();
         blocking(move || control.ask_now(&request, &files, patience)).await
@@ -91,7 +91,8 @@ impl Control {
         };
         let files: Vec<_> = files.iter().map(|(role, file)| (*role, file.as_fd())).collect();
         let answer = client.call(request, &files, patience);
-        // After any other error the answer may still come, and would be taken for that of a later request.
+        // After any other error the answer may still arrive, and would be mistaken for the answer
+        // to a later request.
         if matches!(answer, Ok(_) | Err(ControlError::Failed { .. })) {
             *kept = Some(client);
         }
@@ -145,7 +146,7 @@ pub(super) fn shape(shape: Shape) -> keiki_control::Shape {
     keiki_control::Shape { vcpus: shape.vcpus.into(), memory_mib: shape.memory_mib }
 }
 
-/// A VM generation ID that no machine ever had.
+/// A VM generation ID that no machine has had before.
 pub(super) fn generation() -> [u8; 16] {
     uuid::Uuid::new_v4().into_bytes()
 }

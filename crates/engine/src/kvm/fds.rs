@@ -20,7 +20,7 @@ use std::{
     path::Path,
 };
 
-/// What goes to a monitor with a boot or a thaw, but for the lower layers.
+/// What a monitor receives with a boot or a thaw, except the lower layers.
 pub(crate) struct VmFds {
     /// Name of the empty top layer.
     pub(super) top: String,
@@ -75,8 +75,8 @@ pub(super) fn open_layers(dir: &Path, layers: &[Layer]) -> Result<Vec<(Role, Own
     layers.iter().map(open).collect()
 }
 
-/// An empty top layer. It stays root's: the monitor writes it through the descriptor and cannot
-/// open it.
+/// An empty top layer. It stays owned by root: the monitor writes it through the descriptor and
+/// cannot open it.
 pub(super) fn new_top(common: &Common, dir: &Path, disk_mib: u32) -> Result<(String, File)> {
     let name = new_name(Format::Qcow2);
     let path = layer_path(dir, &name);

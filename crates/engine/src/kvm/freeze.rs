@@ -55,7 +55,8 @@ async fn try_freeze(
     let top = prepare(vm, record).await?;
     let (client, theirs) = Client::pair().map_err(failed)?;
     let monitor = &vm.backend.monitor;
-    // Admitted before it is made: at worst it keeps every page that the machine rewrites.
+    // Admitted before it is created: in the worst case it keeps every page that the machine
+    // rewrites.
     let member = monitor.lineage.admit(&image.dir, image.shape.memory_mib);
     watch.lap("prepare");
     let (stderr, their_stderr) = stderr_pipe()?;

@@ -115,7 +115,7 @@ impl KvmFrozen {
         Ok(zygote)
     }
 
-    /// Writes memory and state, and lets the zygote go: one that is loaded from the files costs
+    /// Writes memory and state, and releases the zygote: one that is loaded from the files costs
     /// less. Meanwhile machines are thawed from the zygote.
     async fn store(&self, _permit: &MutexGuard<'_, ()>) -> Result<Manifest> {
         let zygote = match &*self.held.lock().await {
@@ -176,7 +176,7 @@ impl KvmFrozen {
         };
         let pid = zygote.monitor.pid();
         tracing::warn!(pid, dir = %self.image.dir.display(), %error, "a zygote has exited; loading another");
-        // What the first one was given cannot be used again: it may have made a machine that has
+        // What the first one received cannot be used again: it may have made a machine that has
         // begun to write.
         end_unrecorded(paths).await?;
         let (host, at, disk_mib) = (Arc::clone(&self.host), paths.clone(), self.image.shape.disk_mib);
@@ -228,7 +228,7 @@ impl KvmFrozen {
         let (stderr, their_stderr) = stderr_pipe()?;
         files.push(their_stderr);
         let request = Request::Thaw(Thaw { generation: generation() });
-        // The copy answers itself: its process number is the kernel's, not the zygote's word.
+        // The copy answers itself: its process number comes from the kernel, not from the zygote.
         let copy = zygote.monitor.control.ask_copy(request, files).await?;
         let (Answer { reply, pid }, _) = copy.answer(ANSWER).await?;
         let Reply::Thawed(thawed) = reply else { return Err(unexpected("Thaw")) };

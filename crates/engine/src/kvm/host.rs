@@ -14,7 +14,7 @@ const MACHINE: &str = "1";
 pub struct KvmConfig {
     /// `keiki-vmm`.
     pub binary: PathBuf,
-    /// Take KVM also where it is slow.
+    /// Use KVM even where it is slow.
     pub forced: bool,
     /// Settings of every engine.
     pub common: Common,

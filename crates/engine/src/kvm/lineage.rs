@@ -38,7 +38,7 @@ pub(super) struct Lineages {
     first_user: Option<u32>,
     users: Users,
     known: Mutex<HashMap<u32, Weak<Lineage>>>,
-    /// Every machine that an earlier process of the node left has been looked for.
+    /// All machines that an earlier process of the node left have been adopted or are gone.
     adoption_finished: Arc<AtomicBool>,
 }
 

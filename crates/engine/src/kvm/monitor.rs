@@ -25,7 +25,7 @@ use std::{
 const FILES: u64 = 512;
 /// Threads of all relatives: each machine has one, and one for each vCPU.
 const TASKS: u64 = 16_384;
-/// The node must be the last to go.
+/// The node must be the last to be killed.
 const OOM_SCORE_ADJ: i16 = 500;
 /// How long a monitor that failed may take to end.
 const END_LIMIT: Duration = Duration::from_millis(100);
@@ -194,7 +194,7 @@ impl Background {
         Watched::new(Arc::new(process), None, || member.ended()).map(|watched| Some(Self(watched)))
     }
 
-    /// Ends it and waits until it is gone, whether it has done its work or not.
+    /// Kills it and waits until it is gone, whether its work is done or not.
     pub(super) async fn end(self) -> Result<()> {
         self.0.kill().await
     }

@@ -82,7 +82,7 @@ impl Residents {
         Ok(zygote)
     }
 
-    /// Lets go the zygotes of this directory.
+    /// Ends the zygotes of this directory.
     pub(super) async fn forget(&self, dir: &Path) {
         self.kept.lock().await.retain(|resident| resident.memory.parent() != Some(dir));
     }
@@ -120,7 +120,8 @@ impl Residents {
 
     async fn load(&self, files: &Arc<StoredFiles>, sharing: Sharing) -> Result<Arc<Zygote>> {
         let alone = sharing == Sharing::None;
-        // While the process starts. A machine that is alone has a copy, which nothing is known of.
+        // While the process starts. A machine that shares nothing has a copy, about which nothing
+        // is recorded.
         if !alone {
             let ahead = Arc::clone(files);
             drop(tokio::task::spawn_blocking(move || ahead.read_ahead()));

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// Above this many layers a machine shortens its chain.
 const FEW: usize = 8;
-/// From this many layers on a freeze waits until that is done.
+/// From this many layers upwards a freeze waits until the chain has been shortened.
 const MANY: usize = 32;
 /// Bytes a second.
 const RATE: u64 = 256 << 20;

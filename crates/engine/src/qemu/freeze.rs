@@ -67,7 +67,7 @@ pub(super) async fn freeze(
     Ok((frozen, FreezeReport { vcpu_pause: pause, steps: watch.into_steps() }))
 }
 
-/// What is done before the stop: the copier, and the block node of the new top.
+/// The work before the machine stops: the copier, and the block node of the new top.
 async fn prepare(vm: &QemuVm, record: &mut Record, image: &Image) -> Result<(Copier, String)> {
     chain::wait_short_enough(vm, record).await?;
     let next = new_name(Format::Qcow2);
@@ -181,7 +181,7 @@ impl Saved {
         Ok(Self { file, path })
     }
 
-    /// Copies it to where base files are, and measures what the manifest tells.
+    /// Copies it to the base files, and measures what the manifest records.
     fn keep(self, dir: &Path) -> Result<State> {
         let (mut state, to) = (Vec::new(), dir.join(STATE_FILE));
         (&self.file)

@@ -47,7 +47,7 @@ const FILES: u64 = 1024;
 const TASKS: u64 = 512;
 /// How long a jailed program may take to print its version.
 const PROBE: Duration = Duration::from_secs(10);
-/// The node must be the last to go.
+/// The node must be the last to be killed.
 const OOM_SCORE_ADJ: i16 = 500;
 
 /// A user for a new monitor, if this engine jails. Its directories are closed to others.
@@ -67,7 +67,7 @@ pub(super) fn root(host: &Host) -> PathBuf {
     host.config.common.store.join("jail")
 }
 
-/// Can a monitor be jailed here? Says how they run.
+/// Can a monitor be jailed here? Describes how monitors run.
 pub(super) fn probe(host: &Host) -> Result<String> {
     let Some(first) = host.config.common.first_user else {
         return Ok("its processes are not jailed, because the node is not root".into());

@@ -83,7 +83,7 @@ async fn inward(
     ended: &Ended,
 ) -> Result<(), Cut> {
     let is_over = || ended.inward.is_cancelled();
-    // Reads on until the other direction has ended: pings are answered here.
+    // Continues to read until the other direction has ended: pings are answered here.
     loop {
         let next = tokio::select! {
             next = tokio::time::timeout(DEAD_AFTER, messages.next()) => next.map_err(|_| Cut)?,

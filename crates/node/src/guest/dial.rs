@@ -25,7 +25,7 @@ use tonic::{Code, Status, Streaming, transport::Channel};
 
 /// Bytes per message.
 const PIECE: usize = 32 << 10;
-/// A connection that has ended is given this long to deliver what it was sent.
+/// Time for an ended connection to deliver what was sent to it.
 const LINGER: Duration = Duration::from_secs(60);
 /// The guest gives up earlier.
 const CONNECT_LIMIT: Duration = Duration::from_secs(40);

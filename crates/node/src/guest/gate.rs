@@ -22,10 +22,10 @@ use tonic::Status;
 /// several is used.
 const CLOCK_ROUND: Duration = Duration::from_millis(30);
 const CLOCK_TRIES: usize = 4;
-/// Steps of the gate that a guest may tell of.
+/// Steps of the gate that a guest may report.
 const STEPS: usize = 16;
 
-/// The secrets of a copy: those it is given, and which it keeps of those it came with.
+/// The secrets of a copy: the new ones, and which of its present ones it keeps.
 #[derive(Debug, Clone, Default)]
 pub struct Secrets {
     /// New ones.

@@ -29,7 +29,7 @@ use tonic::{Code, Status, transport::Channel};
 const CONNECT_LIMIT: Duration = Duration::from_secs(20);
 /// Each call of the release gate and of the freeze order is bounded by this.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
-/// Any other call that is answered once: what a caller asked for may take the guest a while.
+/// Any other call with a single answer: a caller's request may take the guest a while.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Concurrent calls of unknown length; the rest are for short calls.
 const MAX_STREAMS: usize = keiki_protocol::MAX_CALLS as usize * 3 / 4;

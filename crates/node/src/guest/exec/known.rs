@@ -41,7 +41,7 @@ const SHOWN_WORDS: usize = 256;
 impl Commands for Node {
     async fn exec(&self, id: SandboxId, request: ExecRequest, pty: Option<(u32, u32)>) -> Result<Session> {
         let Checked { mut spec, stdin } = spec(request, pty)?;
-        // A terminal may be left and come back to.
+        // A caller may detach from a terminal and reattach.
         spec.keep = pty.is_some();
         let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
         let (tell, started) = oneshot::channel();
@@ -60,7 +60,7 @@ impl Commands for Node {
         checked.spec.keep = true;
         checked.spec.stdin_open |= stdin_open;
         let session = Arc::new(InGuest::new(&checked.spec.id, self.inner.begin(id).await?, false)?);
-        // On its own: a caller who leaves must not leave half of it behind.
+        // In a separate task: a caller that disconnects must not leave it half done.
         let started = tokio::spawn(async move {
             let mut events = pump::start(&session, checked.spec).await?;
             let first = within(START_LIMIT, async { events.message().await }).await;

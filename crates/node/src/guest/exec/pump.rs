@@ -13,7 +13,7 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::{mpsc, oneshot};
 use tonic::{Code, Status, Streaming};
 
-/// How often a session is found again after a broken connection, in a row.
+/// How many times in a row a session is reattached after a broken connection.
 const REATTACH: usize = 3;
 /// Time limit for the guest to report that a command has started; output has no time limit.
 pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
@@ -34,7 +34,7 @@ async fn try_start(session: &InGuest, spec: ExecSpec) -> Result<Streaming<GuestE
         Err(status) if is_broken(&status) => {
             let mut client = guest.reconnect().await?;
             match within(START_LIMIT, client.exec(spec)).await {
-                // The first one had arrived after all.
+                // The first request had arrived after all.
                 Err(status) if status.code() == Code::AlreadyExists => {
                     within(START_LIMIT, client.attach(attach(&session.id, [0, 0], false))).await
                 }
@@ -58,7 +58,7 @@ pub(super) struct Pump {
     pub offsets: [u64; 2],
 }
 
-/// What came out of one connection's stream.
+/// How one connection's stream ended.
 enum Outcome {
     Exited,
     Unheard,
