@@ -26,7 +26,7 @@ impl Journal {
         self.events.emit(event);
     }
 
-    /// A verb is done: one log line with its steps, and its measures.
+    /// A verb has finished: one log line with its steps, and its metrics.
     pub fn done(&self, verb: &str, id: &str, timings: &Timings) {
         let steps: Vec<String> =
             timings.steps.iter().map(|step| format!("{}={:.1}", step.name, step.ms)).collect();

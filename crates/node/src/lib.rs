@@ -43,8 +43,8 @@ pub use error::{Error, Result};
 pub use keiki_net::Check as NetworkCheck;
 pub use keiki_types::Sharing;
 
-/// What a network of slots in this range needs of the host, for `doctor`. What it makes to
-/// try, it removes. Blocks.
+/// What a network of slots in this range needs from the host, for `doctor`. It removes what it
+/// creates for the test. Blocks.
 #[must_use]
 pub fn network_checks(range: keiki_net::Cidr) -> Vec<NetworkCheck> {
     keiki_net::check(range, None)

@@ -37,7 +37,7 @@ pub enum Verb {
 pub enum Decision {
     /// Do it.
     Go,
-    /// It is so already: success without work.
+    /// It is in that state already: success without work.
     Already,
     /// Wake it, then do it.
     WakeFirst,
@@ -75,7 +75,7 @@ pub enum Sweep {
     Keep,
     /// Its time is up: delete.
     Delete,
-    /// Its time is up and it is persistent: hibernate.
+    /// Its TTL has expired and it is persistent: hibernate.
     Hibernate,
 }
 
@@ -90,9 +90,9 @@ pub fn sweep(status: Status, idle_ms: u64, ttl_seconds: u64, in_flight: usize, p
     }
 }
 
-/// Who came first, a use or the end of the time. Every step is taken whole, under one lock:
-/// whatever the order in which they arrive, a use that has begun keeps the sweeper off, and one
-/// that comes later waits for what it does.
+/// Whether a use or the expiry came first. Every step is atomic, under one lock: in whatever order
+/// they arrive, a use that has begun keeps the sweeper off, and one that comes later waits for what
+/// it does.
 #[derive(Debug, Clone, Copy)]
 pub struct IdleTracker {
     in_flight: usize,
@@ -101,12 +101,12 @@ pub struct IdleTracker {
     leaving: bool,
 }
 
-/// What a use that arrives now may do.
+/// What a use that begins now may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
     /// It has begun.
     Begun,
-    /// Ask again when the verb under way is done.
+    /// Ask again when the running verb is done.
     Wait,
     /// Wake it first.
     WakeFirst,

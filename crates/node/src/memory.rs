@@ -9,7 +9,7 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Reading the memory use of every monitor is work: it is done at most so often.
+/// Reading the memory use of every monitor takes time: it happens at most this often.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
 /// Monitors measured at the same time.
 const AT_ONCE: usize = 4;
@@ -27,7 +27,7 @@ impl Measured {
             return sum;
         }
         let measured = stream::iter(machines)
-            // One that has just ended has no memory any more.
+            // A machine that has just ended no longer has any memory.
             .map(|live| async move { live.machine.memory().await.unwrap_or_default() })
             .buffer_unordered(AT_ONCE);
         let sum = measured.fold(MemoryUse::default(), |sum, one| async move { add(sum, one) }).await;

@@ -14,8 +14,8 @@ use crate::{
 pub use keiki_api::Once;
 
 impl Inner {
-    /// Carries out a verb, unless a request of this name did it before: then the answer is `again`
-    /// of what that made.
+    /// Carries out a verb, unless a request with this name did so before: then the result is
+    /// `again` of what that one created.
     pub(crate) async fn once<T>(
         &self,
         once: Option<&Once>,
@@ -35,7 +35,7 @@ impl Inner {
     }
 }
 
-/// The record of a request, with what it made.
+/// The record of a request, with what it created.
 pub fn record(once: &Once, made: impl IntoIterator<Item: ToString>) -> RequestRecord {
     let made = made.into_iter().map(|id| id.to_string()).collect();
     RequestRecord { key: once.key.clone(), asked: once.request.clone(), made }

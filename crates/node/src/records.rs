@@ -18,8 +18,7 @@ use time::OffsetDateTime;
 
 pub use keiki_api::rfc3339;
 
-/// Generations are taken from the database in blocks: one durable write serves this many
-/// individuals.
+/// Generations are taken from the database in blocks: one durable write serves this many copies.
 const GENERATION_BLOCK: u64 = 1024;
 
 /// How long, and how many, named requests are remembered.
@@ -52,7 +51,7 @@ pub struct SandboxRecord {
     pub persistent: bool,
     /// Idle seconds it may live.
     pub ttl_seconds: u64,
-    /// Number of this individual.
+    /// Unique number of this copy.
     pub generation: u64,
     /// What runs it.
     pub engine: EngineKind,
@@ -61,7 +60,7 @@ pub struct SandboxRecord {
     pub timings: Option<Timings>,
     /// Why it failed.
     pub error: Option<String>,
-    /// Names of its secrets, and what becomes of each in copies. Values are the guest's alone.
+    /// Names of its secrets, and what copies get of each. Only the guest has the values.
     #[serde(default)]
     pub secrets: BTreeMap<String, Fates>,
     /// Release of the kernel in it.
@@ -85,13 +84,13 @@ pub struct SnapshotRecord {
     pub size_bytes: u64,
     /// Nearest snapshot in its ancestry.
     pub parent_snapshot_id: Option<SnapshotId>,
-    /// Generation of the machine it was taken of.
+    /// Generation of the machine it was taken from.
     pub generation: u64,
     /// Engine that can restore it.
     pub engine: EngineKind,
     /// Labels at that time.
     pub metadata: BTreeMap<String, String>,
-    /// Secrets that the sandbox had, and what becomes of each.
+    /// Secrets that the sandbox had, and what copies get of each.
     #[serde(default)]
     pub secrets: BTreeMap<String, Fates>,
     /// Release of the kernel in it.
@@ -150,7 +149,7 @@ pub struct TemplateRecord {
     pub kernel: String,
 }
 
-/// A request that its caller gave a name, and what it made. It is written together with what was
+/// A request with a name from its caller, and what it created. It is written together with what was
 /// made, so one is never there without the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestRecord {

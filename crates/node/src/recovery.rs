@@ -19,7 +19,7 @@ use std::{
 };
 
 /// The earlier node may also have held secrets of it. A machine that does not accept them continues
-/// without.
+/// without them.
 async fn put_back_left(id: SandboxId, guest: &GuestLink, run: &Path) {
     let put = match Out::left(run) {
         Ok(Some(out)) => out.put_back(guest).await,
@@ -59,7 +59,7 @@ impl Inner {
         self.recover_templates().await
     }
 
-    /// A machine that should be running: find it, or say that it failed.
+    /// A machine that should be running: adopts it, or marks its sandbox as failed.
     async fn recover_live(self: &Arc<Self>, record: SandboxRecord) -> Result<()> {
         let found = self.find(&record).await;
         match found {
@@ -144,8 +144,8 @@ impl Inner {
         self.store.remove(paths.run_dir).await
     }
 
-    /// Machines and directories that no record names: places that waited, creates and forks cut
-    /// short.
+    /// Machines and directories that no record names: VMs that were prepared ahead, creates and
+    /// forks that were interrupted.
     pub(crate) async fn clear_unnamed(&self, named: &HashSet<SandboxId>) -> Result<()> {
         for name in self.store.names("sandboxes")? {
             match name.parse() {

@@ -29,8 +29,7 @@ use tonic::transport::Channel;
 /// In a record's `error`, separates how a machine ended from the end of its guest's console.
 pub const CONSOLE_MARK: &str = "; the console ends with:\n";
 
-/// A sandbox that the node knows. `L` is its machine: who may do what when does not depend on what
-/// that is.
+/// A sandbox that the node knows. `L` is its machine: the locking does not depend on its type.
 pub struct Sandbox<L = Live> {
     /// Id.
     pub id: SandboxId,
@@ -54,7 +53,7 @@ pub struct Live {
     pub guest: GuestLink,
     /// Its network; taken out once, when the machine has ended.
     pub slot: Mutex<Option<Slot>>,
-    /// Its room on this host, given back with it.
+    /// Its reservation on this host, released with it.
     pub _ticket: Ticket,
 }
 
@@ -81,8 +80,8 @@ impl Use {
         }
     }
 
-    /// What became of the machine, for a request that it failed: a node's failure where it is still
-    /// there.
+    /// What happened to the machine, for a request that failed because of it: an internal error if
+    /// the machine still exists.
     pub async fn explain(&self, error: Error) -> Error {
         if !matches!(error, Error::Internal { .. }) {
             return error;
@@ -192,7 +191,7 @@ impl<L> Sandbox<L> {
     }
 
     /// If its TTL has expired, claims it for the sweeper: from then on no use can start. Not while
-    /// a verb is changing it: that is activity, and the next look will see.
+    /// a verb is changing it: that is activity, and the next sweep checks again.
     #[must_use]
     pub fn claim_if_idle(&self) -> Option<Claim> {
         let verb = Arc::clone(&self.verb).try_lock_owned().ok()?;

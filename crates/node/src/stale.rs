@@ -18,7 +18,7 @@ impl Inner {
         snapshot.view(template.into_iter().chain(by_age(&self.config, snapshot.age())).collect())
     }
 
-    /// 409 for one that this node does not restore any more.
+    /// 409 for a snapshot that this node no longer restores.
     pub(crate) fn refuse_old(&self, snapshot: &SnapshotRecord) -> Result<()> {
         let (age, Some(limit)) = (snapshot.age(), self.config.snapshot_refuse_age) else { return Ok(()) };
         if age <= limit {

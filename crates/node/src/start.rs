@@ -26,7 +26,7 @@ use keiki_types::EngineKind;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 use tokio_util::task::TaskTracker;
 
-/// How long a node that stops waits for what is under way.
+/// How long a stopping node waits for running operations.
 const VERB_LIMIT: Duration = Duration::from_secs(45);
 /// Network slots built ahead of use.
 const SLOTS_AHEAD: usize = 8;
@@ -35,7 +35,7 @@ impl Node {
     /// Starts a node on its directories.
     ///
     /// # Errors
-    /// If something it needs is missing; the sentence says what.
+    /// If something it needs is missing; the error names it.
     pub async fn start(config: Config) -> Result<Self> {
         if !config.guest_binary.is_file() {
             return Err(Error::Invalid(format!(
@@ -117,7 +117,7 @@ impl Node {
                 tracing::error!(id = %sandbox.id, error = &error as &dyn std::error::Error, "cannot delete a sandbox");
             }
         }
-        // A build that was given up.
+        // An abandoned build.
         let named = inner.sandboxes.all().iter().map(|sandbox| sandbox.id).collect();
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
             tracing::error!(error = &error as &dyn std::error::Error, "cannot remove everything that was left behind");

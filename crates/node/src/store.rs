@@ -46,7 +46,7 @@ pub struct Store {
     run: PathBuf,
     /// We mounted an image of our own.
     own_image: bool,
-    /// And did so just now, not an earlier node.
+    /// This node mounted it, not an earlier one.
     fresh_mount: bool,
     /// No other node uses these directories as long as these are open.
     _locks: Arc<[fs::File; 2]>,
@@ -248,8 +248,8 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
 }
 
 /// Two nodes on one directory would each remove what the other made. The lock ends with the
-/// process; one that was killed while it started a monitor leaves it, for a moment, to that child,
-/// which lets go when it executes.
+/// process; if the process is killed while it starts a monitor, that child holds the lock for a
+/// moment, until it executes.
 fn lock(dir: &Path) -> anyhow::Result<fs::File> {
     let path = dir.join("lock");
     let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
@@ -278,7 +278,7 @@ fn is_mount_point(dir: &Path) -> io::Result<bool> {
 }
 
 /// Gives the node a file system with reflinks where it has none: an XFS image, its space reserved,
-/// so that the host filling up never breaks a running guest.
+/// so that a full host disk never breaks a running guest.
 async fn mount_own_image(data: &Path, root: &Path, image_gib: Option<u64>) -> anyhow::Result<()> {
     let image = data.join("store.xfs");
     if !image.exists() {

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-/// How often TTLs are looked at.
+/// How often TTLs are checked.
 const EVERY: Duration = Duration::from_millis(500);
 
 /// Runs as long as the node.

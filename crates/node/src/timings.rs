@@ -13,7 +13,7 @@ pub fn steps(steps: &Steps) -> Vec<Step> {
     steps.0.iter().map(|(name, took)| Step { name: name.to_string(), ms: ms(*took) }).collect()
 }
 
-/// Of an operation until now. The caller fills in the figures that have a name.
+/// Times of an operation so far. The caller fills in the typed fields.
 pub fn timings(watch: &Stopwatch) -> Timings {
     Timings { total_ms: ms(watch.elapsed()), steps: steps(watch.steps()), ..Timings::default() }
 }

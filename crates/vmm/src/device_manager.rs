@@ -38,7 +38,7 @@ use std::{
 };
 use vm_memory::GuestAddress;
 
-/// MMIO devices of every machine: root disk, network, console, entropy, balloon. Further disks
+/// MMIO devices of every machine: root disk, network, console, entropy, balloon. Additional disks
 /// follow them.
 const MMIO_DEVICES: usize = 5;
 

@@ -39,7 +39,7 @@ const MACHINE_VERSION: u16 = 1;
 const CPU: &str = "processor";
 const VM: &str = "kvm";
 const VCPU: &str = "vcpu";
-/// Present only if the machine has further disks.
+/// Present only if the machine has additional disks.
 const DISKS: &str = "disks";
 const DISKS_VERSION: u16 = 1;
 

@@ -159,7 +159,7 @@ impl GuestLink {
     pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
         let (key, public_key) = Key::new();
         let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
-        // Not repeated: the answer of another time is sealed to the same key, which opens one.
+        // Not repeated: a second answer would be sealed to the same key, which opens only one.
         let mut client = self.client().await;
         let read = within(self.limits.call, client.read_secrets(limited(request))).await;
         let read = read.map_err(|status| failed("hand over its secrets", status))?.into_inner();
@@ -178,7 +178,7 @@ impl GuestLink {
     /// Writes them into their files again.
     pub async fn put_secrets(&self, secrets: &[Plain]) -> Result<()> {
         let sealed = self.sealed(secrets).await?;
-        // Not repeated over a new connection: the guest's key opens one message.
+        // Not repeated over a new connection: the guest's key opens only one message.
         let mut client = self.client().await;
         let done = within(self.limits.call, client.put_secrets(limited(sealed))).await;
         done.map(drop).map_err(|status| failed("restore its secrets", status))
@@ -215,8 +215,8 @@ pub fn refusal(status: &Status) -> Error {
         Code::AlreadyExists | Code::FailedPrecondition => Error::Conflict(said),
         Code::InvalidArgument | Code::PermissionDenied | Code::OutOfRange => Error::Invalid(said),
         Code::ResourceExhausted => Error::NoRoom(said),
-        // Said by the agent, not by the transport: something in the guest cannot be read, opened,
-        // started.
+        // Reported by the agent, not by the transport: something in the guest cannot be read,
+        // opened or started.
         Code::Internal if !said.is_empty() && std::error::Error::source(status).is_none() => {
             Error::Conflict(said)
         }

@@ -11,7 +11,7 @@ use keiki_protocol::guest::{ListPortsRequest, ListeningPort};
 use keiki_types::{SandboxId, api::Port};
 use tonic::Code;
 
-/// More than a guest has any reason to tell of.
+/// More than a guest has any reason to report.
 const MOST: usize = 1024;
 
 #[async_trait]

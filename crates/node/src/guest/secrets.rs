@@ -60,7 +60,7 @@ pub(crate) fn of_copy(
     let mut give = Vec::new();
     for (name, secret) in given {
         check_secret(&name, &secret)?;
-        // One that was there keeps its fates unless others are given.
+        // An existing secret keeps its `on_fork` and `on_restore` unless the request sets others.
         let before = had.get(&name).copied();
         let asked = secret.fates();
         let fates = before.map_or(asked, |before| Fates {
@@ -156,7 +156,7 @@ impl Out {
     /// back.
     pub fn left(run: &Path) -> Result<Option<Self>> {
         let read = || -> io::Result<Option<Self>> {
-            // Not all of them: then none was wiped yet.
+            // The list is incomplete: then none has been wiped yet.
             wipe(&run.join(OUT_NEW))?;
             let dir = run.join(OUT);
             let Some(names) = listed(&dir)? else { return Ok(None) };

@@ -32,9 +32,10 @@ const WARM: [&str; 4] = [
     "command -v git >/dev/null && git --version >/dev/null; true",
     "true",
 ];
-/// What the guest calls itself while it is baked.
+/// The guest's host name while it is baked.
 const WARM_NAME: &str = "keiki";
-/// The agent puts off its own chores after a change of name and after a command for less than this.
+/// After a change of host name and after a command, the agent postpones its own chores for less
+/// than this.
 const SETTLE: Duration = Duration::from_millis(500);
 /// Room for the root disk's contents while it is copied.
 const BAKE_DISK_BYTES: u64 = 1 << 30;
@@ -48,7 +49,7 @@ pub(super) struct Recipe<'a> {
 }
 
 impl Inner {
-    /// Boots the machine once and freezes it into `dir` when its guest says it is ready.
+    /// Boots the machine once and freezes it into `dir` when its guest is ready.
     pub(super) async fn bake(
         &self,
         recipe: &Recipe<'_>,

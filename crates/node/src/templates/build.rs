@@ -163,7 +163,7 @@ fn version_of(digest: &str, warm: &[String], shape: Shape, engine: &str) -> Stri
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
     }
     let contents: String = digest.chars().take(12).collect();
-    // First what tells two shapes of the same contents apart: tables show the beginning.
+    // First what distinguishes two shapes of the same contents: tables show the beginning.
     format!("{}-{contents}", &hasher.finalize().to_hex()[..8])
 }
 

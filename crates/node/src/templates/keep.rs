@@ -37,8 +37,8 @@ impl Inner {
         self.templates.current(template).is_some_and(|current| current.record.version != version)
     }
 
-    /// Ends the VMs ahead of a template version and removes its files; machines made from it live
-    /// on.
+    /// Ends the VMs prepared ahead for a template version and removes its files; machines made from
+    /// it keep running.
     pub(super) async fn retire(&self, old: &Baked) -> Result<()> {
         self.close_ahead(old).await;
         let dir = self.dir_of(old);
@@ -62,7 +62,7 @@ impl Inner {
         }
     }
 
-    /// Gives running builds up and ends the VMs ahead, for a node that stops.
+    /// Abandons running builds and ends the VMs prepared ahead, for a node that stops.
     pub(crate) async fn close_templates(&self) {
         self.templates.building.lock().await.shutdown().await;
         let all: Vec<_> = self.templates.state.lock().baked.values().cloned().collect();
@@ -72,7 +72,7 @@ impl Inner {
     }
 
     pub(crate) async fn delete_template(&self, name: &TemplateName) -> Result<()> {
-        // Until it is gone no build begins: that one would write where this one removes.
+        // No build starts until it is gone: the build would write where this removes.
         let _no_build = self.templates.building.lock().await;
         if self.templates.running(name.as_str()).is_some() {
             return Err(Error::Conflict(format!("template {name} is being built")));
