@@ -35,7 +35,7 @@ impl Descriptors {
         Some(self.entries.remove(index).1)
     }
 
-    /// Refuses descriptors of further disks that were not taken: their disk does not exist, or is
+    /// Refuses descriptors of additional disks that were not taken: their disk does not exist, or is
     /// read-only.
     pub fn no_other_disks(&self) -> Result<()> {
         let of_disk = |role: &Role| matches!(role, Role::DiskLayer(_) | Role::DiskTop(_));

@@ -36,7 +36,7 @@ pub struct Shape {
     pub memory_mib: u32,
 }
 
-/// What the node chooses about devices. Their order is fixed; further disks come last.
+/// What the node chooses about devices. Their order is fixed; additional disks come last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Devices {
     /// Address of the network device, which exists even without a tap.
@@ -207,7 +207,7 @@ impl Request {
         }
         const LAYERS: Want = Want { role: Role::Layer, least: 1, most: MAX_LAYERS };
         const TAP: Want = maybe(Role::Tap);
-        // Only the machine knows its further disks. It refuses missing and extra descriptors.
+        // Only the machine knows its additional disks. It refuses missing and extra descriptors.
         let tops = Role::of_disks(Role::DiskTop).map(maybe);
         let layers = Role::of_disks(Role::DiskLayer).map(|role| Want { role, least: 0, most: MAX_LAYERS });
         let mut wants = match self {

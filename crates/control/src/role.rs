@@ -39,7 +39,7 @@ pub enum Role {
     Console,
     /// A pipe for the standard error of a copy.
     Stderr,
-    /// Like [`Role::Layer`], for the further disk with this number, counted from 0.
+    /// Like [`Role::Layer`], for the additional disk with this number, counted from 0.
     DiskLayer(u8),
     /// Like [`Role::Top`], for that disk. A read-only disk has none.
     DiskTop(u8),
@@ -48,7 +48,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role for each further disk that a machine may have.
+    /// The role for each additional disk that a machine may have.
     pub(crate) fn of_disks(role: impl Fn(u8) -> Self) -> impl Iterator<Item = Self> {
         (0..u8::MAX).take(MAX_DISKS).map(role)
     }

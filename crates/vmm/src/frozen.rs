@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(frozen.to_bytes().unwrap(), file);
     }
 
-    /// A machine with further disks has a part more, which no older file has.
+    /// A machine with additional disks has a part more, which no older file has.
     #[test]
     fn further_disks_are_a_part_of_their_own() {
         let with = |disks: usize| {

@@ -29,7 +29,7 @@ const PUPPET: &[u8] = &[
 ];
 const ORDER: u64 = 0x3000;
 
-/// Windows of the root disk and of further disks.
+/// Windows of the root disk and of additional disks.
 const ROOT: u64 = 0xc000_0000;
 const fn further(number: u64) -> u64 {
     ROOT + (5 + number) * 0x1000
@@ -243,7 +243,7 @@ fn more_disks_than_there_is_room_for_are_refused() {
     assert_eq!(Driver(&machine).look(further(7)), (DISK, Driver(&machine).look(further(0)).1));
     host.disks.push((bottom(&host, 1), true));
     let error = host.try_boot(PUPPET, 1, 16).err().expect("it was taken").to_string();
-    assert_eq!(error, "Boot takes at most 0 descriptors for a layer of further disk 8, and has 1");
+    assert_eq!(error, "Boot takes at most 0 descriptors for a layer of additional disk 8, and has 1");
     let disks = vec![keiki_control::Disk { read_only: true }; 9];
     let devices = keiki_control::Devices { mac: [2; 6], agent_port: "x".into(), disks };
     let error = keiki_vmm::device_manager::mmio_devices(&devices).unwrap_err().to_string();

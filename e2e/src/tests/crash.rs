@@ -32,7 +32,7 @@ pub async fn a_killed_node_finds_its_machines_again(world: Arc<World>) -> Result
     let over = |sandbox: &Sandbox| Sandbox { client: node.client.clone(), id: sandbox.id };
     let (running, paused, asleep) = (over(&running), over(&paused), over(&asleep));
 
-    ensure!(running.view().await?.generation == generation, "another individual");
+    ensure!(running.view().await?.generation == generation, "another copy");
     ensure!(running.sh("cat /dev/shm/x").await? == "kept", "running");
     ensure!(running.exec("pgrep -f 'sleep 7777[7]'").await?.exit_code == 0, "its process is gone");
     ensure!(paused.view().await?.status == Status::Paused, "no longer paused");

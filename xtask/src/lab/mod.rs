@@ -101,7 +101,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         }
         eprintln!("lab: its machine ended before the command did ({attempt} of {ATTEMPTS} attempts)");
     }
-    bail!("the lab's machine ended before the command did, each time: its last words are above")
+    bail!("the lab's machine ended before the command did, each time: the end of its console output is above")
 }
 
 /// The lab's own kernel was seen to crash, now and then, on the emulated processor. That says nothing of what runs in it.

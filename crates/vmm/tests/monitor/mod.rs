@@ -144,7 +144,7 @@ pub struct Files {
     pub console: PathBuf,
     /// Bottom first; the last is its top.
     pub layers: Vec<PathBuf>,
-    /// The same for further disks. Read-only disks have no top.
+    /// The same for additional disks. Read-only disks have no top.
     pub disks: Vec<Vec<PathBuf>>,
 }
 
@@ -188,13 +188,13 @@ impl TestHost {
         Monitor { process, client, files: None, ram: None }
     }
 
-    /// The writable further disks.
+    /// The writable additional disks.
     fn writable(&self) -> impl Iterator<Item = usize> {
         let disks = self.disks.iter().enumerate();
         disks.filter(|(_, (_, read_only))| !read_only).map(|(number, _)| number)
     }
 
-    /// The chains of the further disks of a machine, each with a new top.
+    /// The chains of the additional disks of a machine, each with a new top.
     fn with_tops(&self, mut disks: Vec<Vec<PathBuf>>) -> Vec<Vec<PathBuf>> {
         self.writable().for_each(|number| disks[number].push(self.new_top()));
         disks
