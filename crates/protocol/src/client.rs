@@ -328,7 +328,7 @@ mod tests {
             met
         };
         let (met, ()) = tokio::join!(shaking, insist(guest, |_| vec![0xff; 1 << 20]));
-        assert!(met.unwrap_err().to_string().contains("without end"));
+        assert!(met.unwrap_err().to_string().contains("but no hello"));
     }
 
     #[tokio::test]
