@@ -191,7 +191,9 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         let path = error.path().to_string();
         let inner = error.into_inner();
         Error::Invalid(match inner.classify() {
-            serde_json::error::Category::Data if path == "." => format!("the request body is invalid: {inner}"),
+            serde_json::error::Category::Data if path == "." => {
+                format!("the request body is invalid: {inner}")
+            }
             serde_json::error::Category::Data => format!("{path} is invalid: {inner}"),
             _ => format!("the request body is not valid JSON: {inner}"),
         })

@@ -182,7 +182,8 @@ impl CpuModel {
         }
         let (theirs, ours) = (vendor(&self.entries), vendor(&host.iter().map(numbers).collect::<Vec<_>>()));
         if theirs != ours {
-            let text = format!("the machine was started on a processor from {theirs}, this one is from {ours}");
+            let text =
+                format!("the machine was started on a processor from {theirs}, this one is from {ours}");
             return Err(Error::State(text));
         }
         let mut missing = Vec::new();

@@ -25,8 +25,9 @@ impl Inner {
             return Ok(());
         }
         Err(Error::Conflict(format!(
-            "snapshot {} is {} old, and this node does not restore snapshots older than {}: \
-             take a new one from a sandbox of template {} (`keiki template rebake {}` bakes it again), or raise snapshot_refuse_age",
+            "snapshot {} is {} old, and this node does not restore snapshots older than {}: take a new one from \
+             a sandbox of template {} (`keiki template rebake {}` bakes it again), or raise \
+             snapshot_refuse_age",
             snapshot.id,
             span(age),
             span(limit),

@@ -120,7 +120,10 @@ impl Node {
         // An abandoned build.
         let named = inner.sandboxes.all().iter().map(|sandbox| sandbox.id).collect();
         if let Err(error) = inner.clear_unnamed(&named).await.and(inner.clear_scratch().await) {
-            tracing::error!(error = &error as &dyn std::error::Error, "cannot remove everything that was left behind");
+            tracing::error!(
+                error = &error as &dyn std::error::Error,
+                "cannot remove everything that was left behind"
+            );
         }
         inner.journal.events.flush().await;
         if !inner.config.ephemeral {
@@ -196,7 +199,8 @@ fn node_tag(data: &std::path::Path) -> Result<NodeTag> {
     let meta = std::fs::metadata(data)
         .map_err(|cause| Error::internal("cannot inspect the data directory", cause))?;
     let tag = format!("{:06x}", (meta.ino() ^ (meta.dev() << 12)) & 0xff_ffff);
-    tag.parse().map_err(|error| Error::internal("cannot derive a tag for this node", anyhow::anyhow!("{error}")))
+    tag.parse()
+        .map_err(|error| Error::internal("cannot derive a tag for this node", anyhow::anyhow!("{error}")))
 }
 
 #[cfg(test)]
