@@ -226,13 +226,16 @@ mod tests {
             "{}",
             of("x")
         );
-        assert!(of(r#"{"metadata":{"a":1}}"#).starts_with("metadata.a is wrong"));
+        assert!(of(r#"{"metadata":{"a":1}}"#).starts_with("metadata.a is invalid"));
         assert!(of("{\"a\":1,}").contains("line 1 column 8"));
         assert!(of("{} {}").contains("not valid JSON"));
         assert!(of("[]").contains("must be a JSON object"));
         assert!(parse::<ForkTree>(b"").unwrap_err().to_string().contains("`count`"));
         assert!(
-            parse::<ExecRequest>(b"{\"argv\":[1]}").unwrap_err().to_string().starts_with("argv[0] is wrong")
+            parse::<ExecRequest>(b"{\"argv\":[1]}")
+                .unwrap_err()
+                .to_string()
+                .starts_with("argv[0] is invalid")
         );
     }
 

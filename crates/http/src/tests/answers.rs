@@ -93,7 +93,7 @@ async fn refusals_have_one_envelope_whoever_made_them() {
         ("PUT /v1/sandboxes", "", 405, "/v1/sandboxes does not support PUT"),
         ("PUT /healthz", "", 405, "/healthz does not support PUT"),
         ("POST /v1/sandboxes", "{", 400, "not valid JSON"),
-        ("POST /v1/sandboxes", r#"{"ttl_seconds":"x"}"#, 400, "ttl_seconds is wrong"),
+        ("POST /v1/sandboxes", r#"{"ttl_seconds":"x"}"#, 400, "ttl_seconds is invalid"),
         ("POST /v1/sandboxes", r#"{"template":"busy"}"#, 503, "base is being built"),
         ("POST /v1/sandboxes/{id}/snapshots", "", 507, "a snapshot needs"),
         ("POST /v1/sandboxes/{id}/fork", r#"{"count":65}"#, 400, "count must be from 1 to 64, not 65"),

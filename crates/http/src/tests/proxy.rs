@@ -174,7 +174,7 @@ async fn bad_wishes_for_links_are_named() {
     let node = Arc::new(FakeNode::default());
     for (body, words) in [
         (r#"{"port":0}"#, "port must be from 1"),
-        (r#"{"port":70000}"#, "port is wrong"),
+        (r#"{"port":70000}"#, "port is invalid"),
         ("{}", "`port`"),
         (r#"{"port":80,"ttl_seconds":0}"#, "ttl_seconds must be from 1 to 604800, not 0"),
         (r#"{"port":80,"ttl_seconds":604801}"#, "ttl_seconds must be from 1 to 604800"),
