@@ -19,7 +19,7 @@ const LONGEST: usize = 255;
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
 pub(super) struct RequestKey {
-    /// A name for this request: repeated requests of the same name are carried out once
+    /// A name for this request: repeated requests with the same name are carried out once
     #[param(rename = "Idempotency-Key", value_type = String, required = false, min_length = 1, max_length = 255)]
     named: Option<Named>,
 }

@@ -60,7 +60,7 @@ struct Queue {
     pending: VecDeque<Event>,
 }
 
-/// An event to be: what and whose; the log adds number and time.
+/// An event before the log adds number and time.
 pub fn event(sandbox_id: SandboxId, kind: EventKind) -> Event {
     Event {
         seq: 0,
@@ -165,7 +165,7 @@ impl Events {
         of: Option<SandboxId>,
         since: Option<u64>,
     ) -> impl Stream<Item = Event> + Send + use<> {
-        // Listens first and reads then: what happens between is in both, and taken once.
+        // Listens first, then reads: what happens in between is in both, and is returned once.
         let heard = self.live.subscribe();
         let (events, ready) = (Arc::clone(self), VecDeque::new());
         let begin = Follower { events, of, last: since, heard, behind: true, ready };

@@ -31,7 +31,7 @@ impl<K: Hash + Eq> Locks<K> {
         self.of(name.into()).write_owned().await
     }
 
-    /// The lock of this name: the same one for all who use it at a time.
+    /// The lock of this name: all concurrent users share one.
     fn of(&self, name: K) -> Arc<RwLock<()>> {
         let mut locks = self.locks.lock();
         if let Some(lock) = locks.get(&name).and_then(Weak::upgrade) {

@@ -77,7 +77,7 @@ impl Metrics {
         self.steps(verb, &timings.steps);
     }
 
-    /// Steps alone: of the copies that a verb made beside each other.
+    /// Only steps: those of the copies that a verb made in parallel.
     pub fn steps(&self, verb: &str, steps: &[Step]) {
         for step in steps {
             let labels = [("verb", verb.into()), ("step", step_label(&step.name))];

@@ -300,7 +300,7 @@ impl Records {
         .await
     }
 
-    /// The request of this key, unless it is too long ago.
+    /// The request with this key, unless it is too old.
     pub async fn request(&self, key: &str) -> Result<Option<RequestRecord>> {
         let key = key.to_owned();
         let since = (OffsetDateTime::now_utc() - REQUESTS_KEPT_FOR).unix_timestamp();
@@ -311,8 +311,7 @@ impl Records {
         .await
     }
 
-    /// A generation that no individual of this node has had or will have, greater than all before
-    /// it.
+    /// A generation that no copy on this node has had or will have, greater than all before it.
     pub async fn generation(&self) -> Result<u64> {
         self.run(|inner| {
             if inner.next_generation > inner.reserved_until {

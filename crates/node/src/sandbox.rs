@@ -151,8 +151,8 @@ impl<L> Sandbox<L> {
         self.state.lock().live.clone()
     }
 
-    /// Begins a use (exec, files, terminal). What is hibernated is woken with `wake`, which takes
-    /// the verb; what is on its way there is waited for.
+    /// Begins a use (exec, files, terminal). A hibernated sandbox is woken with `wake`, which takes
+    /// the verb; if it is being hibernated, this waits.
     pub async fn begin<F: Future<Output = Result<()>>>(
         self: &Arc<Self>,
         wake: impl Fn() -> F,

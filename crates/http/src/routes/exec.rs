@@ -67,7 +67,7 @@ fn timed_out(limit: Option<f64>) -> Error {
 
 /// The error of a command whose machine is gone.
 pub(super) fn lost() -> Error {
-    let cause = anyhow::anyhow!("its events ended without an exit");
+    let cause = anyhow::anyhow!("its events ended before an exit");
     Error::internal("the sandbox ended while the command ran", cause)
 }
 

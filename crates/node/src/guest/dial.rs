@@ -63,7 +63,7 @@ pub async fn dial(using: Use, port: u16) -> Result<Dialed> {
     let permit = using.live.guest.stream()?;
     let mut connected = connect(using.live.guest.client().await, port).await;
     if connected.as_ref().is_err_and(is_broken) {
-        // Nothing was sent yet but the port.
+        // Only the port has been sent so far.
         connected = match using.live.guest.reconnect().await {
             Ok(guest) => connect(guest, port).await,
             Err(error) => return Err(using.explain(error).await),

@@ -34,7 +34,7 @@ pub struct Secrets {
     pub keep: Vec<String>,
 }
 
-/// A machine whose user processes stand still, and the connection to its agent.
+/// A machine whose user processes are frozen, and the connection to its agent.
 pub struct Gate {
     opened: Opened,
     met: Met,

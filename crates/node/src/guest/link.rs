@@ -61,8 +61,8 @@ pub struct GuestLink {
 }
 
 impl GuestLink {
-    /// To a machine that was released before: after a restart of the node, say. A new copy comes
-    /// through its [`Gate`].
+    /// To a machine that was released before, for example after a restart of the node. A new copy
+    /// comes through its [`Gate`].
     pub async fn connect(socket: &Path, generation: u64) -> Result<Self> {
         let opened = open_released(socket, generation, LIMITS.connect).await?;
         Self::over(opened, socket.into(), generation, LIMITS).await
@@ -146,7 +146,7 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("flush its disk", status))
     }
 
-    /// Makes all user processes stand still.
+    /// Freezes all user processes.
     pub async fn freeze_user(&self) -> Result<()> {
         let request = FreezeUserRequest { timeout_ms: FREEZE_LIMIT_MS };
         let call =
@@ -155,7 +155,7 @@ impl GuestLink {
         done.map(drop).map_err(|status| failed("freeze its processes", status))
     }
 
-    /// Reads secrets of the machine, while its user processes stand still.
+    /// Reads secrets of the machine, while its user processes are frozen.
     pub async fn read_secrets(&self, names: &[String]) -> Result<Vec<Plain>> {
         let (key, public_key) = Key::new();
         let request = ReadSecretsRequest { names: names.to_vec(), public_key: public_key.into() };
@@ -166,7 +166,7 @@ impl GuestLink {
         key.open(&read).map_err(|error| unsealed("hand over its secrets", error))
     }
 
-    /// Overwrites them where they lie.
+    /// Overwrites them in place.
     pub async fn wipe_secrets(&self, names: &[String]) -> Result<()> {
         let request = WipeSecretsRequest { names: names.to_vec() };
         let call = self
@@ -201,7 +201,7 @@ impl GuestLink {
     }
 }
 
-/// The connection is gone, as opposed to: the agent said no.
+/// Whether the connection is gone, as opposed to a refusal by the agent.
 pub fn is_broken(status: &Status) -> bool {
     matches!(status.code(), Code::Unavailable | Code::Cancelled)
         || (status.code() == Code::Unknown && std::error::Error::source(status).is_some())
@@ -226,7 +226,7 @@ pub fn refusal(status: &Status) -> Error {
     }
 }
 
-/// A guest's words, fit for a terminal and a log: few, and without control characters.
+/// A guest's message, fit for a terminal and a log: short, and without control characters.
 pub fn plain(said: &str) -> String {
     let mut characters = said.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut text: String = characters.by_ref().take(SAID).collect();

@@ -33,8 +33,8 @@ const OUT_NEW: &str = "secrets.new";
 /// Secrets as a request gives them.
 pub(crate) type GivenSecrets = BTreeMap<String, secrets::Secret>;
 
-/// What a copy gets of these secrets of its original, and of what its maker gives: what the guest
-/// is told, and what is recorded of it.
+/// What a copy gets: the secrets of its original, and those in the request. Returns what is sent to
+/// the guest, and what is recorded.
 pub(crate) fn of_copy(
     had: &BTreeMap<String, Fates>,
     fate: impl Fn(&Fates) -> Fate,
@@ -113,7 +113,7 @@ pub(crate) struct Out {
 }
 
 impl Out {
-    /// Takes these out of a machine whose user processes stand still. On error they are in it.
+    /// Removes these from a machine whose user processes are frozen. On error they are still in it.
     pub async fn take(guest: &GuestLink, names: &[String], run: &Path) -> Result<Self> {
         let secrets = guest.read_secrets(names).await?;
         let out = Self::keep(run, secrets).map_err(|cause| Error::internal("cannot keep secrets", cause))?;
@@ -152,8 +152,8 @@ impl Out {
         Ok(Self { secrets, dir })
     }
 
-    /// Those that an earlier node took out of the machine with this run directory, and did not put
-    /// back.
+    /// The secrets that an earlier node removed from the machine with this run directory, and did
+    /// not put back.
     pub fn left(run: &Path) -> Result<Option<Self>> {
         let read = || -> io::Result<Option<Self>> {
             // The list is incomplete: then none has been wiped yet.

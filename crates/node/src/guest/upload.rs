@@ -15,10 +15,10 @@ use tonic::{Response, Status};
 /// One message of it.
 const PIECE: usize = 128 << 10;
 
-/// Why an upload broke off, if it did: that is its caller's failure, not the guest's.
+/// Why an upload was cut off, if it was: that is a failure of its caller, not of the guest.
 pub type Broken = Arc<Mutex<Option<Error>>>;
 
-/// What the guest answered, or what broke the upload off.
+/// What the guest answered, or what interrupted the upload.
 pub async fn finish<T>(using: &Use, broken: Broken, answer: Result<Response<T>, Status>) -> Result<T> {
     let broken = broken.lock().take();
     match (broken, answer) {
@@ -28,8 +28,8 @@ pub async fn finish<T>(using: &Use, broken: Broken, answer: Result<Response<T>, 
     }
 }
 
-/// Messages made of each piece of `data`, and last of its end. An upload that breaks off never says
-/// its end.
+/// Messages made from each piece of `data`, and last one for its end. An upload that is cut off
+/// never sends its end.
 pub fn messages<T: Send + 'static>(
     data: ByteStream,
     mut make: impl FnMut(Option<Bytes>) -> T + Send + 'static,

@@ -46,8 +46,8 @@ impl Commands for Node {
         let session = Arc::new(InGuest::new(&spec.id, self.inner.begin(id).await?, true)?);
         let (tell, started) = oneshot::channel();
         let (pump, session) = read(session, [0, 0]);
-        // On its own: a caller who leaves before the guest has answered must not leave the command
-        // behind.
+        // In a separate task: a caller that disconnects before the guest has answered must not
+        // leave the command behind.
         tokio::spawn(pump.begin(spec, stdin, tell));
         started.await.map_err(|cause| Error::internal("the command was cancelled", cause))??;
         Ok(session)
