@@ -18,7 +18,7 @@ impl Inner {
         name: &TemplateName,
     ) -> Result<(Arc<Baked>, OwnedRwLockReadGuard<()>)> {
         while let Some(baked) = self.templates.current(name.as_str()) {
-            let held = self.sources.hold(&self.dir_of(&baked)).await;
+            let held = self.sources.hold(self.dir_of(&baked)).await;
             if self.templates.current(name.as_str()).is_some_and(|now| Arc::ptr_eq(&now, &baked)) {
                 return Ok((baked, held));
             }
@@ -127,7 +127,7 @@ impl Inner {
             let _counted = counted;
             tokio::time::sleep(REFILL_PAUSE).await;
             for _ in 0..missing {
-                let _held = node.sources.hold(&node.dir_of(&baked)).await;
+                let _held = node.sources.hold(node.dir_of(&baked)).await;
                 if baked.ahead.lock().closed {
                     return;
                 }
