@@ -11,7 +11,7 @@
 use crate::{
     admission::Ticket,
     error::{Error, Result},
-    guest::{GuestLink, refusal as guest_refusal},
+    guest::link::{GuestLink, refusal as guest_refusal},
     lifecycle::{self, Arrival, Decision, IdleTracker, Sweep, Verb},
     network::Slot,
     records::{SandboxRecord, rfc3339},

@@ -6,7 +6,7 @@ mod download;
 mod exec;
 mod files;
 mod gate;
-mod link;
+pub mod link;
 mod ports;
 pub mod secrets;
 mod trees;
