@@ -324,7 +324,7 @@ async fn nodes_share_a_host_but_not_a_range() -> Result<()> {
     config.range = "10.77.0.0/16".parse()?;
     let error =
         Slots::start(config.clone(), &[]).await.err().map(|error| error.to_string()).unwrap_or_default();
-    assert!(error.contains("collides with the route to 10.77.77.77/32 by kt-outside"), "{error}");
+    assert!(error.contains("collides with the route to 10.77.77.77/32 through kt-outside"), "{error}");
 
     config.range = "10.218.0.0/24".parse()?;
     let second = Slots::start(config.clone(), &[]).await?;
