@@ -4,7 +4,7 @@
 
 store=$STATE/guests package=$STATE/guests/kernel status=0
 # The template's stage names the parts it made: kernel RELEASE PATH, initramfs PATH, rootfs PATH.
-part() { awk -v part="$1" '$1 == part && $NF ~ "^/" { print $NF }' "$STATE/parts"; }
+part() { awk -v part="$1" '$1 == part { for (i = 2; i <= NF; i++) if ($i ~ "^/") print $i }' "$STATE/parts"; }
 kernel=$(part kernel)
 mkdir -p "$store"
 with_reflinks "$store"

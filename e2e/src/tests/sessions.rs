@@ -68,7 +68,7 @@ pub async fn a_background_command_is_found_again(world: Arc<World>) -> Result<()
     refused(client.signal_exec(id, &exec.id, Signal::Number(15)).await, 409, "has ended")?;
     client.remove_exec(id, &exec.id).await?;
     refused(client.get_exec(id, &exec.id).await, 404, "no command")?;
-    refused(client.remove_exec(id, &exec.id).await, 404, "no command")?;
+    refused(client.remove_exec(id, &exec.id).await, 404, "no such command")?;
     refused(client.start_exec(id, &start("")).await, 400, "cmd")?;
     let nothing = StartExec {
         command: ExecRequest { argv: Some(vec!["/nowhere".into()]), ..ExecRequest::default() },
@@ -120,7 +120,7 @@ pub async fn input_and_signals_reach_it(world: Arc<World>) -> Result<()> {
     let mut mine = client.exec_stream(id, &request).await?;
     ensure!(matches!(mine.next().await, Some(Ok(ExecEvent::Stdout(_)))), "its first words");
     let theirs = client.execs(id).await?.into_iter().find(|exec| !exec.background).context("not listed")?;
-    refused(client.attach_exec(id, &theirs.id, From::Tail(0)).await.map(drop), 409, "belongs to the call")?;
+    refused(client.attach_exec(id, &theirs.id, From::Tail(0)).await.map(drop), 409, "still reads its output")?;
     drop(mine);
     // A new reader takes over; the old one gets an error.
     let long = client.start_exec(id, &start("while :; do echo tick; sleep 0.1; done")).await?;
