@@ -120,7 +120,11 @@ pub async fn input_and_signals_reach_it(world: Arc<World>) -> Result<()> {
     let mut mine = client.exec_stream(id, &request).await?;
     ensure!(matches!(mine.next().await, Some(Ok(ExecEvent::Stdout(_)))), "its first words");
     let theirs = client.execs(id).await?.into_iter().find(|exec| !exec.background).context("not listed")?;
-    refused(client.attach_exec(id, &theirs.id, From::Tail(0)).await.map(drop), 409, "still reads its output")?;
+    refused(
+        client.attach_exec(id, &theirs.id, From::Tail(0)).await.map(drop),
+        409,
+        "still reads its output",
+    )?;
     drop(mine);
     // A new reader takes over; the old one gets an error.
     let long = client.start_exec(id, &start("while :; do echo tick; sleep 0.1; done")).await?;
