@@ -10,6 +10,7 @@ if ! "$python" -c 'import pytest, httpx, mypy, ruff' 2>/dev/null; then
 fi
 "$python" -m ruff check -q sdk/python
 "$python" -m ruff format -q --check sdk/python
-cargo build -q --locked -p keiki-http --features fake --bin keiki-fake-node
-export KEIKI_FAKE_NODE=$OUT_DEV/keiki-fake-node
+# Of the whole workspace: for one package cargo chooses other features, and compiles its libraries again.
+cargo build -q --locked --workspace --bin keiki-fake-node --features keiki-http/fake --target-dir "$TARGET"
+export KEIKI_FAKE_NODE=$TARGET/debug/keiki-fake-node
 KEIKI_BIN=$OUT_DEV/keiki KEIKI_GUEST=$OUT_DEV/keiki-guest KEIKI_TEST_DIR=$STATE/sdk "$python" -m pytest -q sdk/python
