@@ -32,9 +32,12 @@ while True:
     away = sum(abs(n // 3 - (t - 1) // 3) + abs(n % 3 - (t - 1) % 3) for n, t in enumerate(board) if t)
     with open("/run/tell", "w") as tell:
         print(away, *filter(legal, steps), file=tell)
-""" #: Starts it in the background, and waits until it listens. START = "setsid python3
-/root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done" MOST_ROUNDS =
-8 #: Copies to continue from. WIDTH = 2
+"""
+#: Starts it in the background, and waits until it listens.
+START = "setsid python3 /root/world.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done"
+MOST_ROUNDS = 8
+#: Copies to continue from.
+WIDTH = 2
 
 
 def ask(sandbox: Sandbox, move: str) -> tuple[int, list[str]]:

@@ -31,9 +31,11 @@ while True:
         answer = error
     with open("/run/tell", "w") as tell:
         print(answer, file=tell)
-""" #: Starts it in the background, and waits until it listens. START = "setsid python3
-/root/setup.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done" #: Each test:
-what it does, and the expected result. Each destroys what another one needs. TESTS = {
+"""
+#: Starts it in the background, and waits until it listens.
+START = "setsid python3 /root/setup.py </dev/null >/tmp/log 2>&1 & until [ -p /run/tell ]; do sleep 0.1; done"
+#: Each test: what it does, and the expected result. Each destroys what another one needs.
+TESTS = {
     "all orders are there": ("db.execute('select count(*) from orders').fetchone()[0]", "60000"),
     "every customer has a total": ("len(totals)", "997"),
     "deleting empties the table": (
