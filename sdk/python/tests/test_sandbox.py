@@ -281,11 +281,11 @@ class Exec(WireTest):
             self.assertEqual(self.requests[-1].headers["Accept"], "text/event-stream")
 
     def test_output_is_handed_over_as_it_comes(self) -> None:
-        self.script(chunked(frame("stdout", {"chunk": "1"}), frame("exit", {"exit_code": 0}), pause=0.4))
+        self.script(chunked(frame("stdout", {"chunk": "1"}), frame("exit", {"exit_code": 0}), pause=2.0))
         started = time.monotonic()
         seen: list[float] = []
         self.sandbox.exec("x", on_stdout=lambda _: seen.append(time.monotonic() - started))
-        self.assertLess(seen[0], 0.3)
+        self.assertLess(seen[0], 1.5)
 
     def test_the_result_keeps_a_bounded_part(self) -> None:
         self.script(chunked(*[frame("stdout", {"chunk": "abcdé"})] * 3, frame("exit", {"exit_code": 0})))
