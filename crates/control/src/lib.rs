@@ -30,7 +30,7 @@ mod role;
 mod start;
 
 /// Version of the messages. Node and monitor must have the same.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 3;
 
 /// Starts the line in which a machine reports why it ends, for example `keiki-vmm: guest-shutdown`.
 pub const EXIT_REASON: &str = "keiki-vmm: ";
@@ -39,8 +39,8 @@ pub use connection::{Answer, Client, Server, accept, listen};
 pub use descriptors::Descriptors;
 pub use error::{ControlError, Result};
 pub use message::{
-    Boot, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Shape, Stage, Step,
-    Thaw, Thawed,
+    Boot, Cpu, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Shape, Stage,
+    Step, Thaw, Thawed,
 };
 pub use pages::Pages;
 pub use role::{MAX_DISKS, Role, Want};

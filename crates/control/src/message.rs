@@ -36,6 +36,13 @@ pub struct Shape {
     pub memory_mib: u32,
 }
 
+/// The processor that the guest sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cpu {
+    /// The baseline that many hosts share.
+    Baseline,
+}
+
 /// What the node chooses about devices. Their order is fixed; additional disks come last.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Devices {
@@ -60,6 +67,7 @@ pub struct Disk {
 pub struct Boot {
     pub shape: Shape,
     pub cmdline: String,
+    pub cpu: Cpu,
     pub devices: Devices,
     /// First VM generation ID.
     pub generation: [u8; 16],
@@ -91,6 +99,8 @@ pub enum Reply {
     /// To [`Request::Persist`]. A copy with its own connection also answers [`Reply::Done`] when it
     /// begins.
     Persisted(Persisted),
+    /// No longer sent. It keeps the number of [`Reply::Failed`], for machines of earlier releases.
+    Stats,
     /// The request failed and changed nothing.
     Failed {
         kind: FailureKind,
@@ -155,6 +165,8 @@ pub struct Frozen {
     pub pid: u32,
     /// Time from the vCPUs parked to the vCPUs running again.
     pub vcpu_pause_ns: u64,
+    /// Not used, always 0. Machines of earlier releases send it.
+    pub private_bytes: u64,
     pub steps: Vec<Step>,
 }
 

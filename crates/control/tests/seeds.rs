@@ -9,8 +9,8 @@ mod control;
 mod seeds;
 
 use keiki_control::{
-    Boot, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape, Stage,
-    Step, Thaw, Thawed,
+    Boot, Cpu, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Role, Shape,
+    Stage, Step, Thaw, Thawed,
     packet::{encode_reply, encode_request},
 };
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn messages() -> Vec<(String, Vec<u8>)> {
         agent_port: "agent".into(),
         disks: vec![Disk { read_only: true }],
     };
-    let boot = Boot { shape, cmdline: "quiet".into(), devices, generation: [7; 16] };
+    let boot = Boot { shape, cmdline: "quiet".into(), cpu: Cpu::Baseline, devices, generation: [7; 16] };
     let requests = [
         Request::Hello,
         Request::Boot(boot),
@@ -38,7 +38,10 @@ fn messages() -> Vec<(String, Vec<u8>)> {
     let replies = [
         ("hello", Reply::Hello(Hello { stage: Stage::Zygote, paused: true, generation: 3, layers: 2 })),
         ("done", Reply::Done),
-        ("frozen", Reply::Frozen(Frozen { pid: 77, vcpu_pause_ns: 900, steps: steps.clone() })),
+        (
+            "frozen",
+            Reply::Frozen(Frozen { pid: 77, vcpu_pause_ns: 900, private_bytes: 4096, steps: steps.clone() }),
+        ),
         ("thawed", Reply::Thawed(Thawed { pid: 78, generation: [8; 16], steps })),
         ("persisted", Reply::Persisted(Persisted { pages: 5, zeroed: 6, state_bytes: 7, digest: [1; 32] })),
         ("failed", Reply::Failed { kind: FailureKind::NoSpace, sentence: "the store is full".into() }),

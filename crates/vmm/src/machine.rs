@@ -428,6 +428,7 @@ impl Machine {
                 Ok(FreezeOutcome::Machine(Reply::Frozen(control::Frozen {
                     pid: child,
                     vcpu_pause_ns: 0,
+                    private_bytes: 0,
                     steps: Vec::new(),
                 })))
             }

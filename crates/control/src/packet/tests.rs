@@ -1,7 +1,7 @@
 use super::{FRAME, MAX_PACKET, decode_reply, decode_request, encode_reply, encode_request};
 use crate::{
-    Boot, ControlError, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request, Role,
-    Shape, Stage, Step, Thaw, Thawed, VERSION,
+    Boot, ControlError, Cpu, Devices, Disk, FailureKind, Frozen, Hello, Load, Persisted, Reply, Request,
+    Role, Shape, Stage, Step, Thaw, Thawed, VERSION,
 };
 use keiki_sys::stopwatch::Steps;
 use proptest::prelude::{Just, Strategy, any, prop, prop_oneof, proptest};
@@ -17,7 +17,7 @@ fn requests() -> impl Strategy<Value = Request> {
     let devices = devices.prop_map(|(mac, agent_port, disks)| Devices { mac, agent_port, disks });
     let boot = (shapes(), ".{0,300}", devices, any::<[u8; 16]>());
     let boot = boot.prop_map(|(shape, cmdline, devices, generation)| {
-        Request::Boot(Boot { shape, cmdline, devices, generation })
+        Request::Boot(Boot { shape, cmdline, cpu: Cpu::Baseline, devices, generation })
     });
     prop_oneof![
         Just(Request::Hello),
@@ -44,7 +44,7 @@ fn replies() -> impl Strategy<Value = Reply> {
         }),
         Just(Reply::Done),
         (any::<(u32, u64)>(), steps()).prop_map(|((pid, vcpu_pause_ns), steps)| {
-            Reply::Frozen(Frozen { pid, vcpu_pause_ns, steps })
+            Reply::Frozen(Frozen { pid, vcpu_pause_ns, private_bytes: 0, steps })
         }),
         (any::<u32>(), any::<[u8; 16]>(), steps())
             .prop_map(|(pid, generation, steps)| Reply::Thawed(Thawed { pid, generation, steps })),
@@ -137,6 +137,7 @@ fn what_is_too_long_is_not_sent() {
     let boot = Boot {
         shape: Shape { vcpus: 1, memory_mib: 1 },
         cmdline: "x".repeat(MAX_PACKET),
+        cpu: Cpu::Baseline,
         devices: Devices { mac: [0; 6], agent_port: String::new(), disks: Vec::new() },
         generation: [0; 16],
     };

@@ -16,7 +16,7 @@ use crate::{
     record::{CONTROL, Layer},
     users::chmod_readable,
 };
-use keiki_control::{Boot, Devices, Request, Role};
+use keiki_control::{Boot, Cpu, Devices, Request, Role};
 use keiki_protocol::{AGENT_PORT, net::GUEST_MAC};
 use keiki_snapshot::Format;
 use std::{fs::File, os::fd::OwnedFd, sync::Arc};
@@ -46,6 +46,7 @@ pub(super) async fn boot(host: &Arc<Host>, spec: &BootSpec, paths: &VmPaths) -> 
     let boot = Boot {
         shape: shape(spec.shape),
         cmdline: cmdline(spec, tsc_khz().await),
+        cpu: Cpu::Baseline,
         devices: Devices { mac: mac(GUEST_MAC)?, agent_port: AGENT_PORT.into(), disks: Vec::new() },
         generation: generation(),
     };

@@ -6,8 +6,8 @@
 pub mod overlay;
 
 use keiki_control::{
-    Boot, Client, ControlError, Devices, Disk, Frozen, Load, Persisted, Reply, Request, Role, Shape, Start,
-    Thaw, Thawed, listen,
+    Boot, Client, ControlError, Cpu, Devices, Disk, Frozen, Load, Persisted, Reply, Request, Role, Shape,
+    Start, Thaw, Thawed, listen,
 };
 use keiki_sys::process::{Process, Setup};
 use std::{
@@ -251,6 +251,7 @@ impl TestHost {
         let boot = Request::Boot(Boot {
             shape: Shape { vcpus, memory_mib: mib },
             cmdline: String::new(),
+            cpu: Cpu::Baseline,
             devices: Devices {
                 mac: [2, 0, 0, 0, 0, 1],
                 agent_port: "test".into(),
