@@ -147,15 +147,14 @@ impl Births<Draft> {
         Self { births, common: Common { node, secrets, uncommitted, watch, pause: None, room: None } }
     }
 
-    /// Reserves RAM and this much disk for them; records and lists new sandboxes.
-    pub async fn reserve(self, disk_bytes: u64) -> Result<Births<Reserved>> {
+    /// Reserves RAM for them, and keeps the disk that the verb has reserved; records and lists new
+    /// sandboxes.
+    pub async fn reserve(mut self, room: Ticket) -> Result<Births<Reserved>> {
+        self.common.room = Some(room);
         let node = Arc::clone(&self.common.node);
         let shapes = self.births.iter().map(|birth| birth.record.shape);
         let ram = node.fleet.admission.admit(shapes);
-        let (births, mut ram) = self.with(ram).await?;
-        let room = node.fleet.reserve_disk(disk_bytes);
-        let (mut births, room) = births.with(room).await?;
-        births.common.room = Some(room);
+        let (mut births, mut ram) = self.with(ram).await?;
         let recorded = births.record().await;
         let (births, ()) = births.with(recorded).await?;
         let reserve = |Birth { sandbox, record, stage: Draft { ahead } }| {
@@ -201,7 +200,11 @@ impl Births<Ready> {
     pub async fn thaw(mut self, frozen: &dyn Frozen, pause: Option<Pause>) -> Result<Births<Released>> {
         self.common.pause = pause;
         let (node, secrets) = (Arc::clone(&self.common.node), self.common.secrets.clone());
-        self.each(|birth| birth.thaw(&node.fleet, frozen, secrets.clone())).await
+        let mut births = self.each(|birth| birth.thaw(&node.fleet, frozen, secrets.clone())).await?;
+        if births.births.len() > 1 {
+            births.lap("thaws");
+        }
+        Ok(births)
     }
 }
 
@@ -214,9 +217,8 @@ impl Births<Released> {
             birth.complete(common);
         }
         // The steps of a single machine are steps of the request; several machines are one step.
-        match self.births.as_slice() {
-            [only] => common.watch.follow(&only.stage.watch),
-            _ => drop(common.watch.lap("thaws")),
+        if let [only] = self.births.as_slice() {
+            common.watch.follow(&only.stage.watch);
         }
         let records: Vec<_> = self.births.iter().map(|birth| birth.record.clone()).collect();
         let request = once.map(|once| once::record(once, records.iter().map(|record| record.id)));
@@ -231,8 +233,9 @@ impl Births<Released> {
             if several {
                 node.journal.metrics.steps(record.origin.as_str(), &steps(stage.watch.steps()));
             }
-            node.adopt(&sandbox, record, stage.live);
-            node.journal.emit(sandbox.id, kind, |event| event.ms = Some(ms(watch.elapsed())));
+            node.adopt(&sandbox, record, stage.live, || {
+                node.journal.emit(sandbox.id, kind, |event| event.ms = Some(ms(watch.elapsed())));
+            });
         }
         let timings = timings(&watch);
         Ok(pause.map_or(timings.clone(), |pause| pause.add_to(timings)))

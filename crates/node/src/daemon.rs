@@ -59,10 +59,18 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
-    /// Gives a sandbox its machine: from here on it can be used.
-    pub(crate) fn adopt(self: &Arc<Self>, sandbox: &Arc<Sandbox>, record: SandboxRecord, live: Live) {
+    /// Gives a sandbox its machine: from here on it can be used. Announces it before the machine is
+    /// watched, so its end is reported later.
+    pub(crate) fn adopt(
+        self: &Arc<Self>,
+        sandbox: &Arc<Sandbox>,
+        record: SandboxRecord,
+        live: Live,
+        announce: impl FnOnce(),
+    ) {
         let live = Arc::new(live);
         sandbox.set_live(Some(Arc::clone(&live)), |current| *current = record);
+        announce();
         self.watch(Arc::clone(sandbox), live);
     }
 

@@ -13,8 +13,10 @@ use std::{
 
 /// The secret in a file, which is made if it is missing.
 pub fn secret(path: &Path, purpose: &str) -> Result<Secret> {
-    read_or_create(path)
-        .map_err(|cause| Error::internal(format!("cannot read or create the key for {purpose}"), cause))
+    read_or_create(path).map_err(|cause| {
+        let what = format!("cannot read or create the key for {purpose} in {}", path.display());
+        Error::internal(what, cause)
+    })
 }
 
 fn read_or_create(path: &Path) -> anyhow::Result<Secret> {

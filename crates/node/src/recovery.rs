@@ -71,7 +71,7 @@ impl Inner {
                 }
                 let sandbox = Sandbox::new(record.clone(), None);
                 self.sandboxes.insert(&sandbox);
-                self.adopt(&sandbox, record, live);
+                self.adopt(&sandbox, record, live, || {});
                 Ok(())
             }
             Ok(None) => self.recover_failed(record, "its machine ended while the node was down".into()).await,

@@ -67,8 +67,10 @@ fn write_port(path: &Path, port: u16) -> Result<(), Failure> {
 
 fn start_log(format: LogFormat) -> Result<(), Failure> {
     let text = std::env::var(env::LOG).unwrap_or_else(|_| "info".into());
-    let filter: Targets =
-        text.parse().map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?;
+    // An empty directive would hide everything but errors.
+    let directives: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+    let filter = directives.join(",").parse::<Targets>();
+    let filter = filter.map_err(|error| Failure::Usage(format!("{}={text:?}: {error}", env::LOG)))?;
     let log = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let log = match format {
         LogFormat::Text => log.boxed(),

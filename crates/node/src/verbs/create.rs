@@ -2,6 +2,7 @@
 
 use super::RESTORE_DISK_BYTES;
 use crate::{
+    admission::Ticket,
     births::{Births, Draft},
     daemon::Inner,
     error::{Error, Result},
@@ -47,6 +48,8 @@ impl Inner {
         let template = &baked.record;
         request::shape(&asked, name.as_str(), template.shape)?;
         let (secrets, has) = secrets::of_copy(&BTreeMap::new(), |fates| fates.on_fork, asked.secrets)?;
+        // Before a prepared VM is taken: a refusal for lack of disk leaves it to the next create.
+        let room = self.fleet.reserve_disk(RESTORE_DISK_BYTES)?;
         let ahead = baked.take_ahead();
         let sandbox = Sandbox::new(
             SandboxRecord {
@@ -62,7 +65,7 @@ impl Inner {
         );
         watch.lap("admit");
         let births = Births::ahead(self, &sandbox, ahead, secrets, watch);
-        let made = self.bring_up(births, &sandbox, baked.frozen.as_ref(), once).await;
+        let made = self.bring_up(births, room, &sandbox, baked.frozen.as_ref(), once).await;
         self.refill(&baked);
         made
     }
@@ -98,20 +101,22 @@ impl Inner {
             },
             None,
         );
+        let room = self.fleet.reserve_disk(RESTORE_DISK_BYTES)?;
         let frozen = self.fleet.load(&dir, Sharing::Workspace).await?;
         watch.lap("load");
         let births = Births::new(self, &[Arc::clone(&sandbox)], secrets, watch);
-        self.bring_up(births, &sandbox, frozen.as_ref(), once).await
+        self.bring_up(births, room, &sandbox, frozen.as_ref(), once).await
     }
 
     async fn bring_up(
         &self,
         births: Births<Draft>,
+        room: Ticket,
         sandbox: &Sandbox,
         frozen: &dyn Frozen,
         once: Option<&Once>,
     ) -> Result<api::Sandbox> {
-        let mut births = births.reserve(RESTORE_DISK_BYTES).await?;
+        let mut births = births.reserve(room).await?;
         births.lap("record");
         let mut births = births.prepare(frozen.image()).await?;
         births.lap("place");

@@ -41,8 +41,8 @@ impl Inner {
         let first = child();
         let children: Vec<_> = iter::once(Arc::clone(&first)).chain((1..count).map(|_| child())).collect();
 
-        let births = Births::new(self, &children, secrets, watch);
-        let mut births = births.reserve(disk_bytes(original.shape, count)).await?;
+        let room = self.fleet.reserve_disk(disk_bytes(original.shape, count))?;
+        let mut births = Births::new(self, &children, secrets, watch).reserve(room).await?;
         births.lap("admit");
         let scratch = self.store.scratch();
         let copied = self.copy_into(births, &parent, &live, &scratch).await;

@@ -28,8 +28,9 @@ impl Inner {
         let _armed = arm("wake");
         let record = sandbox.record();
         let source = self.store.hibernated(record.id, record.generation);
+        let room = self.fleet.reserve_disk(RESTORE_DISK_BYTES)?;
         let births = Births::again(self, sandbox, secrets::of_woken(&record), Stopwatch::start());
-        let births = births.reserve(RESTORE_DISK_BYTES).await?;
+        let births = births.reserve(room).await?;
         let frozen = self.fleet.load(&source, Sharing::Workspace).await;
         let (births, frozen) = births.with(frozen).await?;
         let births = births.prepare(frozen.image()).await?;
